@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -114,35 +114,54 @@ class Cohort:
         """
         ahead: deque[list[Visit]] = deque()
         for group in self._groups(clients):
-            stack = self._stack(group) if self.stacks else None
-            begun: list[Visit] = []
-            for client in group:
-                for visit in self._begun(client, job, ward, stack):
-                    if visit.fit is None:
-                        yield visit
-                    else:
-                        begun.append(visit)
-                if stack is not None and begun and not self._waits_well(stack, begun[-1]):
-                    yield from self._again([*chain.from_iterable(ahead), *begun], ward)
-                    stack, ahead, begun = None, deque(), []
-            if stack is not None:
-                begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
-                error = self._fit(stack)
-                if error is not None:
-                    yield from self._again(begun, ward)
-                    if isinstance(error, Upset) and not ward.knows(visit.job.client for visit in begun):
-                        self._stop(stack, error)  # nobody's alone
-                    begun = []
-            ahead.append(begun)
+            stack = self._lanes_of(group).open(len(group), self.apart) if self.stacks else None
+            if stack is None:
+                yield from self._one_by_one(group, job, ward)
+            else:
+                yield from self._together(group, job, ward, stack, ahead)
             waiting = len(self._lanes_of(group)) if stack is not None and stack.records and stack.goes_ahead else 0
             while len(ahead) > waiting:  # while a GPU does the steps that it was just told
                 yield from ahead.popleft()
-        for begun in ahead:
-            yield from begun
+        yield from chain.from_iterable(ahead)
         for lanes in self.lanes.values():
             lanes.close()
 
-    def _begun(self, client: int, job: Callable[[int], Job], ward: Ward, stack: Stack | None) -> list[Visit]:
+    def _one_by_one(self, clients: Iterable[int], job: Callable[[int], Job], ward: Ward) -> Iterator[Visit]:
+        """Participants who are fitted by themselves, each right after it has begun."""
+        for client in clients:
+            yield from self._begun(client, job, ward)
+
+    def _again(self, visits: Iterable[Visit], ward: Ward) -> Iterator[Visit]:
+        """Participants who cannot be fitted together after all: each begins once more, right before its fit."""
+        jobs = {visit.job.client: visit.job for visit in visits}
+        yield from self._one_by_one(jobs, jobs.__getitem__, ward)
+
+    def _together(
+        self, group: Sequence[int], job: Callable[[int], Job], ward: Ward, stack: Stack, ahead: deque[list[Visit]]
+    ) -> Iterator[Visit]:
+        """Let a group enter and be fitted, to be given out after those in `ahead`; who need not wait come at once."""
+        begun: list[Visit] = []
+        clients = iter(group)
+        for client in clients:
+            for visit in self._begun(client, job, ward, stack):
+                if visit.fit is None:
+                    yield visit
+                else:
+                    begun.append(visit)
+            if begun and not self._waits_well(stack, begun[-1]):
+                yield from self._again([*chain.from_iterable(ahead), *begun], ward)
+                ahead.clear()
+                yield from self._one_by_one(clients, job, ward)
+                return
+        begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
+        error = self._fit(stack)
+        if error is not None:
+            yield from self._again(begun, ward)
+            if isinstance(error, Upset) and not ward.knows(visit.job.client for visit in begun):
+                self._stop(stack, error)  # nobody's alone
+        ahead.append(begun if error is None else [])
+
+    def _begun(self, client: int, job: Callable[[int], Job], ward: Ward, stack: Stack | None = None) -> list[Visit]:
         """A participant that has come to its fit; none, if it fell sick on the way."""
         if ward.ends_round:
             return []
@@ -192,10 +211,6 @@ class Cohort:
             self.lanes[architecture] = Lanes(partial(Stack, self.runner, self.runner.modules[architecture], tell))
         return self.lanes[architecture]
 
-    def _stack(self, group: Sequence[int]) -> Stack | None:
-        """Where these clients are fitted together; None for one alone whose steps are not recorded."""
-        return self._lanes_of(group).open(len(group), self.apart)
-
     def _enter(self, stack: Stack, visit: Visit) -> None:
         try:
             stack.enter(visit)
@@ -211,12 +226,6 @@ class Cohort:
             reason = f"what a client receives is written into {name}, which the one before it holds, too"
             self._give_up(stack, f"{reason}: set it anew, or keep it in a buffer", alone=not stack.goes_ahead)
         return not name
-
-    def _again(self, visits: Sequence[Visit], ward: Ward) -> Iterator[Visit]:
-        """Participants who cannot be fitted together after all: each begins once more, right before its fit."""
-        jobs = {visit.job.client: visit.job for visit in visits}
-        for client in jobs:
-            yield from self._begun(client, jobs.__getitem__, ward, None)
 
     def _fit(self, stack: Stack) -> Unstackable | None:
         """Fit those who have entered; what stood against it."""
