@@ -1,13 +1,18 @@
-"""Who is in a cohort: its clients as their fits begin, which of them are alike, and their mini-batches."""
+"""Who is in a cohort, which of its clients are alike, and their mini-batches.
+
+A client is a `Guest` once it has entered, a `Member` as its fit begins, and an `Outcome` after the fit, until it is
+brought into the module once more. Who cannot be fitted with others is fitted by itself, as the guest that it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning.core.mark import Mark
-from fl_lightning.core.stacked_fit import Batches, Entered
+from fl_lightning.core.rows import Rows
+from fl_lightning.core.stacked_fit import Batches, Entered, StackedFit
 from fl_lightning.data.together import together
 
 if TYPE_CHECKING:
@@ -18,8 +23,29 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Guest:
+    """A client that has entered, as it came: it is fitted by itself from here, and tested after its receive.
+
+    Args:
+        visit: its round up to the fit.
+        entry: holds those that enter with it.
+        row: where it stands among them.
+        attributes: of its method, to be brought back.
+        mark: of the same.
+        moved: the client after `Method.on_fit_start`, where that has written to it.
+    """
+
+    visit: Visit
+    entry: Rows
+    row: int
+    attributes: list[dict[str, Any]]
+    mark: Mark
+    moved: Rows | None = None
+
+
+@dataclass
 class Member:
-    """A client of a cohort, as its fit begins.
+    """A client that has something to train, as its fit begins; once it has ended, its attributes are those of then.
 
     Args:
         visit: its round up to the fit.
@@ -66,6 +92,37 @@ class Member:
             told = phase.name, phase.trains, phase.terms, phase.through, tuple(phase.resting), phase.epochs
             found.append((told, parts))
         return tuple(found)
+
+
+class Fitted(NamedTuple):
+    """Clients after their fit.
+
+    Args:
+        rows: as they are then.
+        fit: theirs.
+        wait: lets the present stream wait until all of it is done.
+    """
+
+    rows: Rows
+    fit: StackedFit
+    wait: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Outcome:
+    """A client after its fit, one of several; only its visit keeps it, or the rows would outlive it.
+
+    Args:
+        member: the client.
+        fitted: all of them.
+        place: where it is among them.
+        has_ended: whether method and terms have kept what they need of its fit, or need nothing.
+    """
+
+    member: Member
+    fitted: Fitted
+    place: int
+    has_ended: bool
 
 
 def epoch_of(runner: Runner, own: Sequence[Member], epoch: int, limits: Sequence[int | None]) -> Iterable[Batches]:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fl_lightning.core.division import matches
 from fl_lightning.core.handover import begin_fit
 from fl_lightning.core.loose import Attributes
-from fl_lightning.core.mark import Mark, changed, changed_object, difference
+from fl_lightning.core.mark import changed, changed_object, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.planning import Plan
@@ -26,7 +26,7 @@ from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
 from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
 from fl_lightning.core.written import Contents, overwritten
-from fl_lightning.federation.members import Member, epoch_of, options_of
+from fl_lightning.federation.members import Fitted, Guest, Member, Outcome, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
 from fl_lightning.own_methods import has_own
 from fl_lightning.seeding import seed_global_streams, set_stream_states, stream_states
@@ -36,20 +36,6 @@ if TYPE_CHECKING:
     from fl_lightning.core.facts import Phase
     from fl_lightning.federation.runner import Runner
     from fl_lightning.federation.visits import Visit
-
-
-class Fitted(NamedTuple):
-    """Clients after their fit.
-
-    Args:
-        rows: as they are then.
-        fit: theirs.
-        wait: lets the present stream wait until all of it is done.
-    """
-
-    rows: Rows
-    fit: StackedFit
-    wait: Callable[[], None] = lambda: None
 
 
 class Stack:
@@ -97,10 +83,9 @@ class Stack:
     def open(self, count: int) -> None:
         """Let a cohort of so many clients enter."""
         self._entry = self._entries.next(count)
-        self._moved: dict[int, Rows] = {}  # by `Method.on_fit_start`
-        self._members: list[Member] = []
+        self._guests: list[Guest] = []  # all that have entered, by row
+        self._members: list[Member] = []  # those of them that have something to train
         self._were_tested = False
-        self._begun: dict[int, tuple[Visit, list[dict[str, Any]], Mark]] = {}
 
     # --- before the fit -----------------------------------------------------------------------------------------------
 
@@ -110,11 +95,12 @@ class Stack:
         Raises:
             Unstackable: if it cannot be taken down; where `visit.fit` is set then, it is fitted by itself later.
         """
-        row, attributes, mark = len(self._begun), self.attributes.taken(), self.attributes.mark()
+        row, attributes, mark = len(self._guests), self.attributes.taken(), self.attributes.mark()
         free = mark.free
         self._entry.put(row)
-        self._begun[row] = visit, attributes, mark
-        visit.fit = partial(self._fit_alone, visit, self._entry, row, attributes, mark)
+        guest = Guest(visit, self._entry, row, attributes, mark)
+        self._guests.append(guest)
+        visit.fit = partial(self._fit_alone, guest)
         module, method, client, round = self.module, self.module.method, visit.job.client, visit.job.round
         _train(module)
         module.workload = self.runner.workload(client, round)
@@ -124,11 +110,10 @@ class Stack:
             return
         if self._begins:
             try:
-                moved = _begin(method, self.layout)
+                guest.moved = _begin(method, self.layout)
                 attributes, mark = self.attributes.taken(), self.attributes.mark()
             finally:
                 self.attributes.thaw(free)  # what a client that falls sick here froze is not the next one's
-            self._moved |= {} if moved is None else {row: moved}
         else:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
@@ -153,11 +138,11 @@ class Stack:
         self._last = now, replace(entered, fit=copy.copy(entered.fit)), options  # before it has counted anything
         return entered, options
 
-    def _fit_alone(self, visit: Visit, entry: Rows, row: int, attributes: list[dict[str, Any]], mark: Mark) -> None:
+    def _fit_alone(self, guest: Guest) -> None:
         """Fit a client that has entered, by itself."""
-        entry.load(row)
-        self.attributes.restore(attributes, mark)
-        self.runner.fit(self.module, visit.data, visit.job.round)
+        guest.entry.load(guest.row)
+        self.attributes.restore(guest.attributes, guest.mark)
+        self.runner.fit(self.module, guest.visit.data, guest.visit.job.round)
 
     # --- the fit ------------------------------------------------------------------------------------------------------
 
@@ -184,13 +169,13 @@ class Stack:
 
     def _begins_at(self, own: Sequence[Member]) -> Rows:
         """Clients as their fits begin, to be read only."""
-        rows = [member.row for member in own]
-        if rows == list(range(len(self._entry))) and not self._moved:
+        rows, moved = [member.row for member in own], [self._guests[member.row].moved for member in own]
+        if rows == list(range(len(self._entry))) and all(one is None for one in moved):
             return self._entry
         begun = self._entry.pick(torch.tensor(rows, device=self.layout.device))
-        for place, row in enumerate(rows):
-            if row in self._moved:
-                begun.put_back(torch.tensor([place], device=self.layout.device), self._moved[row])
+        for place, one in enumerate(moved):
+            if one is not None:
+                begun.put_back(torch.tensor([place], device=self.layout.device), one)
         return begun
 
     def _fit_group(self, own: Sequence[Member], rows: Rows, records: bool) -> Fitted:
@@ -261,76 +246,75 @@ class Stack:
 
     def _finish(self, own: Sequence[Member], fitted: Fitted) -> None:
         """Let clients end their fits, and test them together where they can be."""
-        after = self._take_up if self._ends else self._bring_back
-        for place, member in enumerate(own):
-            member.visit.fit = partial(after, member, fitted, place)
+        outcomes = [Outcome(member, fitted, place, not self._ends) for place, member in enumerate(own)]
+        for outcome in outcomes:
+            outcome.member.visit.fit = partial(self._bring_in, outcome)
         if len(own) == 1:  # nobody to be tested with
             return
-        ended, rows = 0 if self._ends else len(own), fitted.rows
-        contents = self.attributes.contents() if self._ends else Contents()
-        for place, member in enumerate(own if self._ends else ()):
-            with _raised_later():
-                self._take_up(member, fitted, place)
-                rows.put(place)
-                member.mark, member.attributes = self.attributes.mark(), self.attributes.taken()
-                member.visit.fit = partial(self._bring_back, member, fitted, place)
-                ended += 1
-            contents = _unwritten(contents, self.attributes)
-        if ended == len(own) and all(member.visit.job.trained for member in own):
+        if self._ends:
+            self._end(outcomes)
+        if all(outcome.has_ended and outcome.member.visit.job.trained for outcome in outcomes):
             clients, marks = [member.visit.job.client for member in own], [member.mark for member in own]
             with self.runner.stopwatch.part("evaluate"):
                 fitted.wait()
-                scores = self._tests.scores(clients, rows, own[0].attributes, marks, "trained")
+                scores = self._tests.scores(clients, fitted.rows, own[0].attributes, marks, "trained")
             for member, known in zip(own, scores, strict=True):
                 member.visit.trained = known
+
+    def _end(self, outcomes: Sequence[Outcome]) -> None:
+        """Let clients end their fits one after another, and keep each as it is then."""
+        contents = self.attributes.contents()
+        for outcome in outcomes:
+            with _raised_later():
+                self._bring_in(outcome)
+                outcome.fitted.rows.put(outcome.place)
+                member = outcome.member
+                member.mark, member.attributes = self.attributes.mark(), self.attributes.taken()
+                outcome.has_ended = True
+            contents = _unwritten(contents, self.attributes)
+
+    def _bring_in(self, outcome: Outcome) -> None:
+        """Bring a fitted client into the module, and let method and terms keep what they need, if they have not yet."""
+        member, fitted, method = outcome.member, outcome.fitted, self.module.method
+        fitted.wait()
+        fitted.rows.load(outcome.place)
+        self.attributes.restore(member.attributes, member.mark)
+        self.attributes.thaw(member.free)
+        self.module.meter = fitted.fit.meter.of(outcome.place)
+        method.fit = member.entered.fit
+        _train(self.module)
+        check_fit(method, self.module.meter)
+        if not outcome.has_ended:
+            set_stream_states(member.streams)
+            for term in method.terms.exchanging:
+                term.after_fit(method)
+            method.on_fit_end()
 
     # --- tests after the receive --------------------------------------------------------------------------------------
 
     def test_received(self) -> None:
         """Test those that have entered and were not tested after their receive, together where that is possible."""
-        waiting = [(row, *own) for row, own in self._begun.items() if own[0].waits]
+        waiting = [guest for guest in self._guests if guest.visit.waits]
         if not waiting or self._were_tested:
             return
         self._were_tested = True
-        clients, marks = [visit.job.client for _, visit, *_ in waiting], [mark for *_, mark in waiting]
-        rows = self._entry.pick(torch.tensor([row for row, *_ in waiting], device=self.layout.device))
+        clients, marks = [guest.visit.job.client for guest in waiting], [guest.mark for guest in waiting]
+        rows = self._entry.pick(torch.tensor([guest.row for guest in waiting], device=self.layout.device))
         with self.runner.stopwatch.part("evaluate"):
-            scores = self._tests.scores(clients, rows, waiting[0][2], marks, "received")
-        for (_, visit, *_), known in zip(waiting, scores, strict=True):
+            scores = self._tests.scores(clients, rows, waiting[0].attributes, marks, "received")
+        for guest, known in zip(waiting, scores, strict=True):
             if known is not None:
-                visit.scores.update(known)
-                visit.waits = False
+                guest.visit.scores.update(known)
+                guest.visit.waits = False
 
     def test_alone(self, visit: Visit) -> None:
         """Test a client that has entered after its receive, by itself."""
-        for row, (own, attributes, _) in self._begun.items():
-            if own is visit:
-                self._entry.load(row)
-                self.attributes.restore(attributes)
+        for guest in self._guests:
+            if guest.visit is visit:
+                self._entry.load(guest.row)
+                self.attributes.restore(guest.attributes)
         visit.scores.update(self.runner.evaluator.client(self.module, visit.job.client, "received"))
         visit.waits = False
-
-    # --- one by one again ---------------------------------------------------------------------------------------------
-
-    def _take_up(self, member: Member, fitted: Fitted, place: int) -> None:
-        """Bring a fitted client into the module, and let method and terms keep what they need."""
-        method = self.module.method
-        self._bring_back(member, fitted, place)
-        set_stream_states(member.streams)
-        for term in method.terms.exchanging:
-            term.after_fit(method)
-        method.on_fit_end()
-
-    def _bring_back(self, member: Member, fitted: Fitted, place: int) -> None:
-        """Bring a client into the module."""
-        fitted.wait()
-        fitted.rows.load(place)
-        self.attributes.restore(member.attributes, member.mark)
-        self.attributes.thaw(member.free)
-        self.module.meter = fitted.fit.meter.of(place)
-        self.module.method.fit = member.entered.fit
-        _train(self.module)
-        check_fit(self.module.method, self.module.meter)
 
 
 def _begin(method: Method, layout: Layout) -> Rows | None:
