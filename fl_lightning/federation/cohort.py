@@ -234,7 +234,7 @@ class Cohort:
                 with self.runner.stopwatch.part("fit"):
                     stack.fit()
                 self.ways.tell_unstacked(recorded=not self.unrecorded)
-                if self.ways.is_undecided:
+                if self.ways.is_undecided and stack.has_fitted:
                     self.ways.choose(*stack.measure())
             except Unstackable as error:
                 if not isinstance(error, Upset):

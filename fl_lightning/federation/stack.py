@@ -86,6 +86,7 @@ class Stack:
         self._guests: list[Guest] = []  # all that have entered, by row
         self._members: list[Member] = []  # those of them that have something to train
         self._were_tested = False
+        self._largest: tuple[Sequence[Member], Rows] | None = None  # of the groups that were fitted, as it began
 
     # --- before the fit -----------------------------------------------------------------------------------------------
 
@@ -225,8 +226,14 @@ class Stack:
         about = self._apart, aliases, context, graphs
         return StackedFit(self.module, self.layout, rows, entered, epoch, *about, self.draws and len(self._entry) == 1)
 
+    @property
+    def has_fitted(self) -> bool:
+        """Whether clients of this cohort were fitted as one: there may be nobody who has something to train."""
+        return self._largest is not None
+
     def measure(self) -> tuple[int, Timing]:
         """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings."""
+        assert self._largest is not None, "nobody was fitted"
         own, rows = self._largest
         self.attributes.restore(own[0].attributes)
         entered = [replace(member.entered, fit=copy.copy(member.entered.fit)) for member in own]

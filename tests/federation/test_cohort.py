@@ -423,6 +423,19 @@ def test_auto_counts_no_step_of_its_measurements(run_federation, mlp):
         assert torch.equal(one, other)
 
 
+def test_auto_measures_once_somebody_has_something_to_train(run_federation, mlp, capsys):
+    """A first cohort of none ended the run: nothing was there to be measured."""
+
+    class Rests(FedAvg):
+        def phases(self):
+            return [Phase("local", epochs=0 if self.facts.round == 1 else None)]
+
+    run_federation(lambda: Rests(mlp()), 1, cohort="auto")
+    assert "federation.cohort" not in capsys.readouterr().err
+    run_federation(lambda: Rests(mlp()), 2, cohort="auto")
+    assert capsys.readouterr().err.count("federation.cohort") == 1
+
+
 @pytest.mark.parametrize("cohort", [0, -1, "some"])
 def test_bad_cohort_is_refused(cohort):
     with pytest.raises(ConfigError, match=r"federation.cohort: must be auto or a number >= 1"):
