@@ -234,8 +234,8 @@ class Cohort:
                 with self.runner.stopwatch.part("fit"):
                     stack.fit()
                 self.ways.tell_unstacked(recorded=not self.unrecorded)
-                if self.ways.is_undecided and stack.has_fitted:
-                    self.ways.choose(*stack.measure())
+                if self.ways.is_undecided and (found := stack.measure()):
+                    self.ways.choose(*found)
             except Unstackable as error:
                 if not isinstance(error, Upset):
                     self._stop(stack, error)

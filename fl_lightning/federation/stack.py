@@ -226,14 +226,13 @@ class Stack:
         about = self._apart, aliases, context, graphs
         return StackedFit(self.module, self.layout, rows, entered, epoch, *about, self.draws and len(self._entry) == 1)
 
-    @property
-    def has_fitted(self) -> bool:
-        """Whether clients of this cohort were fitted as one: there may be nobody who has something to train."""
-        return self._largest is not None
+    def measure(self) -> tuple[int, Timing] | None:
+        """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings.
 
-    def measure(self) -> tuple[int, Timing]:
-        """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings."""
-        assert self._largest is not None, "nobody was fitted"
+        None where nobody has had something to train.
+        """
+        if self._largest is None:
+            return None
         own, rows = self._largest
         self.attributes.restore(own[0].attributes)
         entered = [replace(member.entered, fit=copy.copy(member.entered.fit)) for member in own]
