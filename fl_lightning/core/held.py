@@ -99,4 +99,5 @@ def _with(value: Any, others: Mapping[int, Tensor]) -> Any:
 
 def _is_rebuilt(value: Any) -> bool:
     """Whether a value is a container that can be made anew with other tensors in it."""
-    return type(value) in (list, tuple) or isinstance(value, dict) or hasattr(value, "_fields")
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    return named or type(value) in (list, tuple) or isinstance(value, dict)

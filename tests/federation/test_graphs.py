@@ -3,6 +3,7 @@
 What is on a tape is done again with the tensors that it was done with, whatever Python would decide or look up today.
 """
 
+import ast
 import copy
 from collections import deque
 from functools import lru_cache, partial
@@ -551,6 +552,14 @@ def test_objects_that_hold_one_another_are_looked_through_once():
     assert held([{"dial": one}], layout).key == first.key
     other.turned["scale"] = 2.0
     assert held([{"dial": one}], layout).key != first.key
+
+
+def test_what_has_fields_and_is_no_tuple_is_no_container():
+    """A syntax tree was taken for a named tuple, and the run ended: it is not iterable."""
+    layout, tree = Layout(torch.nn.Linear(1, 1)), ast.parse("x")
+    there = held([{"tree": tree}], layout)
+    assert there.key == held([{"tree": tree}], layout).key
+    assert there.holding([])[0]["tree"] is tree
 
 
 def test_tensors_elsewhere_are_known_by_their_numbers_if_they_are_few():
