@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import marshal
 import os
+import re
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import MAGIC_NUMBER, find_spec
 from pathlib import Path
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 from fl_lightning.errors import is_installed
@@ -24,6 +25,8 @@ _IMPORTED: dict[str, tuple[ModuleSpec, str]] = {}
 """Modules of one's own that this process has imported -> what told that import from a later one, and what was in it."""
 _ASIDE = frozenset({"logger", "federation.callbacks"})
 """Sections whose classes change no number."""
+_OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl"})
+"""What two classes of one text do not share, or what does nothing."""
 
 
 def own_sources(config: Mapping[str, Any]) -> dict[str, str]:
@@ -89,8 +92,10 @@ def _was_saved_since(spec: ModuleSpec) -> bool:
     The copy is of the last import by any process: where another one has imported the file since, it tells nothing.
     """
     with suppress(OSError, EOFError, TypeError, ValueError):  # no file, no copy, or a damaged one
-        file = Path(spec.origin or "")
-        status, copy = file.stat(), Path(spec.cached or "").read_bytes()
+        file, kept = Path(spec.origin or ""), Path(spec.cached or "")
+        if sys.dont_write_bytecode or not os.access(kept.parent, os.W_OK):  # it is none of this process's import
+            return False
+        status, copy = file.stat(), kept.read_bytes()
         magic, flags, of = copy[:4], copy[4:8], copy[8:16]
         now = struct.pack("<II", int(status.st_mtime) & 0xFFFFFFFF, status.st_size & 0xFFFFFFFF)
         told = magic == MAGIC_NUMBER and not any(flags)  # by the file's time, not by its hash
@@ -100,19 +105,39 @@ def _was_saved_since(spec: ModuleSpec) -> bool:
 
 
 def is_same(one: type, other: type) -> bool:
-    """Whether two classes' functions and plain values are alike: IPython's autoreload brings an old one up to date."""
-    return [_contents(each) for each in one.__mro__] == [_contents(each) for each in other.__mro__]
+    """Whether two classes of one name do the same, as far as can be told without their objects' addresses.
+
+    IPython's autoreload brings an old class up to date in place, and a reload makes one of an unedited file anew.
+    """
+    return [_told_of(each) for each in one.__mro__] == [_told_of(each) for each in other.__mro__]
 
 
-def _contents(kind: type) -> dict[str, Any]:
-    found: dict[str, Any] = {"": kind.__qualname__}
-    for name, value in vars(kind).items():
-        own = inspect.unwrap(getattr(value, "fget", getattr(value, "__func__", value)))
-        if isinstance(own, FunctionType):
-            found[name] = own.__code__
-        elif not name.startswith("__") and isinstance(value, (str, bytes, int, float)):
-            found[name] = value
-    return found
+def _told_of(kind: type) -> dict[str, Any]:
+    own = ((name, value) for name, value in vars(kind).items() if name not in _OF_CLASSES)
+    return {"": (kind.__module__, kind.__qualname__), **{name: _told(value, set()) for name, value in own}}
+
+
+def _told(value: Any, known: set[int]) -> Any:
+    """What a value is: of a function its code, defaults and what it closes over; of most others their `repr`."""
+    if id(value) in known:
+        return "again"
+    known = {*known, id(value)}
+    if isinstance(value, type):
+        return value.__module__, value.__qualname__
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # some may be empty
+        return value.__code__, *(_told(own, known) for own in (value.__defaults__, value.__kwdefaults__, cells))
+    if isinstance(value, property):
+        return tuple(_told(own, known) for own in (value.fget, value.fset, value.fdel))
+    if isinstance(value, (list, tuple)):
+        return type(value), [_told(own, known) for own in value]
+    if isinstance(value, dict):
+        return type(value), [(key, _told(own, known)) for key, own in value.items()]
+    for inner in ("__func__", "__wrapped__", "func"):  # class methods, caches, cached properties, partial functions
+        if hasattr(value, inner):
+            more = [getattr(value, name, None) for name in ("args", "keywords")]
+            return type(value), _told(getattr(value, inner), known), _told(more, known)
+    return type(value), re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _class_paths(node: Any, place: str = "") -> Iterator[str]:

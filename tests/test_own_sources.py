@@ -174,26 +174,71 @@ def test_functions_that_are_made_anew_are_no_edit(live):
     assert edited() == []
 
 
-def test_classes_are_the_same_whose_functions_and_plain_values_are(live):
-    module, edit = live
-    text = """import functools
+SAME = """import functools
+
+def times(number):
+    def wrap(function):
+        @functools.wraps(function)
+        def inner(*args):
+            return number * function(*args)
+        return inner
+    return wrap
+
 class Mine:
-    rate = {}
-    made = object()
+    rate = 1.0
+    made, hidden, kind, by_name = object(), (32, [64]), int, {"a": lambda: 1}
+
+    def losses(self, mu=0.1, *, nu=0.2):
+        return super().__str__(), {"x": 1.0}
+
     @functools.lru_cache
-    def kept(self): return 1
+    def kept(self):
+        return 11
+
     @property
-    def half(self): return self.rate / {}
+    def half(self):
+        return self.rate / 2
+
+    @half.setter
+    def half(self, value):
+        self.rate = 2 * value
+
+    @functools.cached_property
+    def third(self):
+        return self.rate / 3
+
     @staticmethod
-    def still(): return 3
+    @times(5)
+    def still():
+        return 7
+
+    part = functools.partialmethod(losses, 0.4)
 """
-    edit(text.format(1.0, 2))
+OTHER = [
+    ("1.0\n", "1\n"), ("(32", "(33"), ("[64", "[65"), (", int", ", float"), ("lambda: 1", "lambda: 2"),
+    ("mu=0.1", "mu=0.3"), ("nu=0.2", "nu=0.3"), ('"x": 1.0', '"x": 1'), ("11", "12"), ("/ 2", "/ 4"),
+    ("2 * value", "3 * value"), ("/ 3", "/ 6"), ("times(5)", "times(6)"), ("return 7", "return 8"), ("0.4", "0.5"),
+    (":\n    rate", ":\n    pace"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), OTHER)
+def test_classes_are_the_same_that_do_the_same(old, new, live):
+    module, edit = live
+    edit(SAME)
     importlib.reload(module)
-    old = module.Mine
+    before = module.Mine
     importlib.reload(module)
-    assert (old is module.Mine, is_same(old, module.Mine)) == (False, True)
-    for numbers in ((3.0, 2), (1.0, 4)):
-        edit(text.format(*numbers))
-        importlib.reload(module)
-        assert not is_same(old, module.Mine)
-    assert not is_same(old, type("Mine", (old,), {}))
+    assert (before is module.Mine, is_same(before, module.Mine)) == (False, True)
+    assert SAME.count(old) == 1
+    edit(SAME.replace(old, new))
+    importlib.reload(module)
+    assert not is_same(before, module.Mine)
+    assert not is_same(before, type("Mine", (before,), {}))
+
+
+def test_where_python_writes_no_copy_an_older_one_tells_nothing(live, monkeypatch):
+    """No reload helped."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    live[1]("class Mine:\n    rate = 100.0\n")
+    assert edited() == []

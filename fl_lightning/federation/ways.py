@@ -43,8 +43,7 @@ class Ways:
         """Why clients are fitted one by one; empty where they are not, or nobody wants anything else."""
         self.unstacked = ""
         """Why they are apart; empty where they are not, or nobody wants them to be stacked."""
-        self.is_undecided = size == "auto"
-        """Whether it is still to be measured what pays."""
+        self._chosen = size != "auto"
         self._unstacked_is_said = False
         self._unrecorded_said: set[str] = set()
 
@@ -62,15 +61,20 @@ class Ways:
             return 1
         return LARGEST if self.size == "auto" else self.size or 1
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is still to be measured if stacking pays."""
+        return not self._chosen and self.now is Way.STACKED
+
     def fall_back(self, way: Way, reason: str) -> None:
-        """From now on go this plainer way; nothing changes without a reason, or where all go one by one already.
+        """From now on go this plainer way; without a reason nothing changes, and the first one of each way stays.
 
         That clients are fitted one by one is said at once; that they are apart, when it has worked.
         """
         if not reason:
             return
         if way is Way.APART:
-            self.unstacked = reason
+            self.unstacked = self.unstacked or reason
         elif not self.reason:
             self.reason = reason
             if self.size == 1:
@@ -80,7 +84,7 @@ class Ways:
 
     def choose(self, count: int, timing: Timing) -> None:
         """Decide from what a step takes, alone and with `count` clients stacked."""
-        self.is_undecided = False
+        self._chosen = True
         stacked, alone = (f"{1e3 * seconds:.2f} ms" for seconds in (timing.stacked, timing.alone))
         if timing.pays:
             self._say(f"up to {LARGEST} clients' steps run as one: {stacked} a client, one by one {alone}")
