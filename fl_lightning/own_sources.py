@@ -121,23 +121,24 @@ def _told(value: Any, known: set[int]) -> Any:
     """What a value is: of a function its code, defaults and what it closes over; of most others their `repr`."""
     if id(value) in known:
         return "again"
-    known = {*known, id(value)}
+    known, kind = {*known, id(value)}, value if isinstance(value, type) else type(value)
+    name = kind.__module__, kind.__qualname__  # a reload makes another class of that name
     if isinstance(value, type):
-        return value.__module__, value.__qualname__
+        return name
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # some may be empty
         return value.__code__, *(_told(own, known) for own in (value.__defaults__, value.__kwdefaults__, cells))
     if isinstance(value, property):
         return tuple(_told(own, known) for own in (value.fget, value.fset, value.fdel))
     if isinstance(value, (list, tuple)):
-        return type(value), [_told(own, known) for own in value]
+        return name, [_told(own, known) for own in value]
     if isinstance(value, dict):
-        return type(value), [(key, _told(own, known)) for key, own in value.items()]
+        return name, [(key, _told(own, known)) for key, own in value.items()]
     for inner in ("__func__", "__wrapped__", "func"):  # class methods, caches, cached properties, partial functions
         if hasattr(value, inner):
-            more = [getattr(value, name, None) for name in ("args", "keywords")]
-            return type(value), _told(getattr(value, inner), known), _told(more, known)
-    return type(value), re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+            more = [getattr(value, given, None) for given in ("args", "keywords")]
+            return name, _told(getattr(value, inner), known), _told(more, known)
+    return name, re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _class_paths(node: Any, place: str = "") -> Iterator[str]:

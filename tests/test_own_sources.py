@@ -174,7 +174,8 @@ def test_functions_that_are_made_anew_are_no_edit(live):
     assert edited() == []
 
 
-SAME = """import functools
+SAME = """import enum
+import functools
 
 def times(number):
     def wrap(function):
@@ -186,6 +187,8 @@ def times(number):
 
 class Mine:
     rate = 1.0
+    Colour = enum.Enum("Colour", ["red"], module=__name__, qualname="Mine.Colour")
+    red = Colour.red
     made, hidden, kind, by_name = object(), (32, [64]), int, {"a": lambda: 1}
 
     def losses(self, mu=0.1, *, nu=0.2):
