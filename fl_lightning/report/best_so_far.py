@@ -27,14 +27,17 @@ class BestSoFar:
     def __init__(self, monitor: str = "", less: bool | None = None) -> None:
         self.monitor, self.less = monitor, less
         self._merits: dict[str, float] = {}
+        self._said: set[str] = set()  # scores that have a best one
 
     def see(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Take in some rounds' rows of ``metrics.csv``.
 
         Returns:
-            ``best/COLUMN`` and ``best_round/COLUMN`` of what has become better.
+            ``best/COLUMN`` and ``best_round/COLUMN`` of what has become better, and None of both where the round that
+            is the best one now lacks a score that had them.
         """
         table = [dict(row) for row in rows]
+        gone: set[str] = set()
         summary = summarise(table, self.monitor, self.less)
         chooser, best = summary.get("best_by", ""), summary["best"]
         if self.monitor in self._merits and chooser != self.monitor:
@@ -42,12 +45,15 @@ class BestSoFar:
         elif chooser:
             falls = less_is_better(chooser) if chooser != self.monitor or self.less is None else self.less
             chosen = best_round(table, chooser, falls)
-            best = best if chosen is not None and self._improves(chooser, chosen[chooser], falls) else {}
+            moves = chosen is not None and self._improves(chooser, chosen[chooser], falls)
+            gone, best = (self._said - best.keys(), best) if moves else (set(), {})
         elif self.monitor or not self._merits.keys().isdisjoint(CHOOSERS):
             best = {}  # these rounds lack the figure that chooses
         else:
             best = {name: own for name, own in best.items() if self._improves(name, own["value"], less_is_better(name))}
-        found = {name: (own["value"], own["round"]) for name, own in best.items()}
+        self._said = (self._said | best.keys()) - gone
+        found: dict[str, tuple[Any, Any]] = {name: (None, None) for name in sorted(gone)}
+        found |= {name: (own["value"], own["round"]) for name, own in best.items()}
         for name in [name for name in (rows[0] if rows else ()) if name.startswith(BEST_IS_LOWEST)]:
             known = [(row[name], row["round"]) for row in rows if row.get(name) is not None]
             finite = [pair for pair in known if math.isfinite(pair[0])]

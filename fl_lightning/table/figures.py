@@ -21,6 +21,7 @@ BESIDE = ("last", "mean_last_10", "best")
 LEVEL = 0.05
 LEAST_SEEDS = 3  # of a paired test over seeds
 LEAST_CLIENTS = 3  # of one over clients
+ROUNDING = 1e-9  # relative: what two ways to add up the same figures may differ by
 
 
 @dataclass
@@ -29,7 +30,8 @@ class Value:
 
     Args:
         seeds: seed -> the figure, in the table's unit.
-        clients: (seed, client) -> its figure, the mean over rounds; empty where the figure is none of clients'.
+        clients: (seed, client) -> its figure, the mean over rounds; empty where the figure is none of clients', or all
+            are tested on the same samples, so that they are no pairs of a test.
         weights: the same -> its share of the mean: by its samples where that is weighted, and by how often it was
             tested.
         partitions: seed -> the hash of who holds which samples there.
@@ -121,7 +123,7 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
                 beside.setdefault(moment, []).append(scale * known[moment])
         value.partitions[run.seed] = str(run.summary().get("partition_hash") or "")
         of_clients = _of_clients(run, figure, rows)
-        for client, (own, share) in sorted(of_clients.items()):
+        for client, (own, share) in sorted(of_clients.items()) if figure.pairs_clients else ():
             value.clients[run.seed, client], value.weights[run.seed, client] = scale * own, share
         value.spreads += [scale * float(np.std([own for own, _ in of_clients.values()]))] if of_clients else []
     value.beside = {moment: float(np.mean(own)) for moment, own in beside.items()}
@@ -256,10 +258,14 @@ def differ(first: Value, second: Value) -> bool:
     """Whether two cells can be told apart at the 5 % level, runs with the same seed and clients being pairs.
 
     With three seeds or more, a paired t-test over seeds; else, of runs with the same seeds, partitions and three
-    clients or more, a paired t-test over clients, which says nothing of other seeds. Neither is corrected for how many
+    clients or more, a paired t-test over clients, which says nothing of other seeds; none where all are tested on the
+    same samples (`Global-T`), for they are one test, however many they are. Neither is corrected for how many
     rows there are. Cells whose pairs say the opposite of their means, because seeds are missing, are not told apart.
     """
-    apart = (first.mean or 0.0) - (second.mean or 0.0)
+    means = first.mean or 0.0, second.mean or 0.0
+    apart = means[0] - means[1]
+    if abs(apart) <= ROUNDING * max(map(abs, means)):
+        return False
     gaps = pairs(first.seeds, second.seeds)
     if len(gaps) >= LEAST_SEEDS:
         if gaps.mean() * apart <= 0:

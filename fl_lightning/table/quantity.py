@@ -108,6 +108,11 @@ class Figure:
         mean = self.column.removesuffix("_weighted")
         return mean if self.report != SUMMARY and is_score(mean) and not is_spread(mean) else ""
 
+    @property
+    def pairs_clients(self) -> bool:
+        """Whether clients are pairs of a test: each on its own samples. On the union of all, they are one test."""
+        return bool(self.of_clients) and not accuracy_of(self.of_clients).startswith("Global-")
+
 
 def is_scale(value: Any) -> bool:
     """Whether a value can be a factor of figures."""

@@ -23,8 +23,8 @@ ABOUT = "about.json"
 """What a reader must know beside the figures, for the page that `report` makes of the folder."""
 LEGEND = (
     "**Best** and _second best_ are marked only where a paired t-test at 5 % tells them from the next row (over three "
-    "seeds or more, else over three clients or more of the same partition), without a correction for the number of "
-    "rows."
+    "seeds or more, else over three clients or more of the same partition, each on its own samples), without a "
+    "correction for the number of rows."
 )
 
 

@@ -185,3 +185,20 @@ def test_best_so_far_goes_by_the_watched_figure_once_there_is_one():
     late = [{"round": 2, "Local-T": 0.5, "Local-V": 0.5, "Local-V_newcomers": 0.3}]
     assert best.see(late)["best/Local-T"] == 0.5
     assert best.see([{"round": 3, "Local-T": 0.9, "Local-V": 0.95, "Local-V_newcomers": None}]) == {}
+
+
+def test_best_so_far_takes_back_what_the_best_round_lacks():
+    """W&B had a figure of another round beside those of the best one, where `summary.json` has none."""
+    rows = [
+        {"round": 1, "Local-V": 0.3, "Local-T": 0.5, "AUROC/Local-T": 0.9, "Local-T_hurt": 0.0},
+        {"round": 2, "Local-V": 0.6, "Local-T": 0.6, "AUROC/Local-T": None, "Local-T_hurt": 0.2},
+        {"round": 3, "Local-V": 0.7, "Local-T": 0.7, "AUROC/Local-T": 0.8, "Local-T_hurt": None},
+    ]
+    best, said = BestSoFar(), dict[str, object]()
+    for row in rows:
+        said |= best.see([row])
+    whole = {f"best/{name}": own["value"] for name, own in summarise(rows)["best"].items()}
+    assert {name: value for name, value in said.items() if name.startswith("best/") and value is not None} == whole
+    assert said["best/Local-T_hurt"] is None
+    assert said["best_round/Local-T_hurt"] is None
+    assert said["best_round/AUROC/Local-T"] == 3

@@ -178,6 +178,29 @@ def test_clients_count_as_often_as_they_were_tested(tmp_path):
     assert sum(own * share for own, share in found.values()) == pytest.approx(0.65)
 
 
+@pytest.mark.parametrize("column", ["Global-T", "Global-T_received", "Global-T_weighted", "eval_loss/Global-T"])
+def test_clients_that_are_tested_on_the_same_samples_are_no_pairs(tmp_path, column):
+    """One test of 450 samples stands there six times: a gap of one sample would be told apart."""
+    values = {}
+    for name, gap in (("a", 0.0), ("b", 0.0022)):
+        for figure in (Figure(column, "last"), Figure("Local-T", "last")):
+            scores = [0.5 + gap + 0.01 * client for client in range(6)]
+            run = run_of(tmp_path / f"{name}{len(values)}", [(1, c, own, 0) for c, own in enumerate(scores)])
+            own = run.folder / "clients.csv"
+            own.write_text(own.read_text().replace("Local-T", figure.of_clients))
+            run.seed, run.rows = 0, lambda figure=figure, own=scores: [{"round": 1, figure.column: np.mean(own)}]
+            values[name, figure.column] = _value([run], figure, 100.0)
+    assert differ(values["b", "Local-T"], values["a", "Local-T"])
+    assert not differ(values["b", column], values["a", column])
+    assert paired_by(values["b", column], values["a", column]) == ""
+    assert values["a", column].over_clients == pytest.approx(values["a", "Local-T"].over_clients)  # it is printed
+
+
+def test_a_difference_in_rounding_tells_nobody_apart():
+    assert not differ(Value(dict.fromkeys(range(3), 60.0 + 1.4e-14)), Value(dict.fromkeys(range(3), 60.0)))
+    assert differ(Value(dict.fromkeys(range(3), 60.0 + 1e-4)), Value(dict.fromkeys(range(3), 60.0)))
+
+
 def test_an_interval_is_around_the_gap_of_what_is_printed():
     """Clients were tested so seldom that their plain mean says the opposite of the printed one."""
     draw = np.random.default_rng(2)
