@@ -40,14 +40,14 @@ from fl_lightning.federation.team import Team, is_main, plan, started_outside
 from fl_lightning.federation.tether import be_interrupted, is_tethered
 from fl_lightning.federation.threads import choose_threads
 from fl_lightning.federation.trainers import for_reading
-from fl_lightning.federation.workers import Workers, require_told_alike
+from fl_lightning.federation.workers import Workers, require_one_folder, require_told_alike
 from fl_lightning.files import WriteError, write_text
 from fl_lightning.identity import CODE, in_common, own_files
 from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
 from fl_lightning.own_sources import edited_since_import, own_sources
 from fl_lightning.reading import dump_yaml
-from fl_lightning.resuming import LOCK, advice_on, check_name, continue_command
+from fl_lightning.resuming import advice_on, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
 from fl_lightning.sealed import read_json, write_json
 from fl_lightning.sizes import check_memory
@@ -219,9 +219,8 @@ class BuiltExperiment:
             self.loop.callbacks.append(self.recorder)
             if self.loop.checkpoints is not None and check is not None:
                 self.loop.checkpoints.require_ours = check
+        require_one_folder(workers, self.folder)
         chosen = workers.main_says(folder.choose(resume) if workers.is_main else None)
-        seen = (self.folder / LOCK).exists()
-        require(seen, "output", f"{self.folder} must lie in a folder that all machines of the run see")
         if chosen is not None:
             state = folder.checkpoints.load(chosen.path)
             self.loop.load_state_dict(state)

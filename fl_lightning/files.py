@@ -147,6 +147,23 @@ def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+@contextmanager
+def sign_in(folder: Path) -> Iterator[Path]:
+    """An empty file of a name that was nowhere before, by which others know a folder; it is taken away after the block.
+
+    Raises:
+        WriteError: if the system refuses.
+    """
+    path = _beside(folder / "sign")
+    with writing(path):
+        path.touch()
+    try:
+        yield path
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
 def _beside(path: Path) -> Path:
     """A temporary name beside a path, which nobody else has: on several machines that share a folder, either."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from fl_lightning.errors import CommonError, shortened
 from fl_lightning.federation import transport
 from fl_lightning.federation.exchange import Carriers, Exchange, Hop
 from fl_lightning.federation.unsaved import checked_state
+from fl_lightning.files import sign_in
 
 MAIN = 0
 """Rank of the process that holds the exchange, writes the run's folder and calls the callbacks."""
@@ -158,6 +162,30 @@ def require_told_alike(workers: Workers, told: Mapping[str, Any]) -> None:
             if other != said[MAIN] and os.sep not in other + said[MAIN]:
                 both = f"process {MAIN} has {shortened(said[MAIN], 60)}, process {rank} has {shortened(other, 60)}"
                 raise CommonError(key, f"must be the same in every process of the run; {both}")
+
+
+def require_one_folder(workers: Workers, folder: Path) -> None:
+    """Refuse processes of which one does not see the folder that the main one holds: files would be lost on the way.
+
+    A folder of the same name on each machine's own disk, where a run was once, looks like it: so the main process puts
+    something new there, which the others look for.
+
+    Args:
+        workers: the processes.
+        folder: the run's; the main process has made it.
+
+    Raises:
+        ConfigError: on every process.
+        WriteError: on the main one, if the system refuses.
+    """
+    if not workers.is_team:
+        return
+    with sign_in(folder) if workers.is_main else nullcontext(folder) as sign:
+        name = workers.main_says(sign.name)
+        for rank, (host, sees) in enumerate(workers.everyone_says((platform.node(), (folder / name).exists()))):
+            where = f"process {rank} on {host} does not"
+            if not sees:
+                raise CommonError("output", f"{folder} must lie in a folder that all machines of the run see; {where}")
 
 
 def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device, carriers: Carriers) -> Exchange:

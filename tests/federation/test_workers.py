@@ -16,7 +16,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.method import Phase
 from fl_lightning.core.server import Server
 from fl_lightning.core.weighing import SelfWeighingServer
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import CommonError, ConfigError
 from fl_lightning.federation import transport
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
@@ -28,10 +28,11 @@ from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.segments import load_state
 from fl_lightning.federation.team import Team
-from fl_lightning.federation.workers import Workers, of_one_kind, require_told_alike
+from fl_lightning.federation.workers import Workers, of_one_kind, require_one_folder, require_told_alike
 from fl_lightning.identity import in_common
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.resuming import LOCK
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes"),
@@ -72,6 +73,31 @@ def test_processes_that_were_told_otherwise_are_refused(other, said, monkeypatch
     first = {key: repr(value) for key, value in in_common(usual).items()}
     with pytest.raises(ConfigError, match=f"^{said}$") if said else nullcontext():
         require_told_alike(workers, in_common(usual | other))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_folder_that_one_machine_has_of_its_own_is_refused_by_all(is_shared, monkeypatch, tmp_path):
+    """A run was once in a folder of the same name there: half of the clients' models went to it, and nobody heard."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / LOCK).touch()
+    main, other = Workers(0, 2), Workers(1, 2, is_main=False)
+    told, seen = [], []
+    monkeypatch.setattr(other, "main_says", lambda _: told[0])
+    monkeypatch.setattr(other, "everyone_says", lambda own: seen.append(own) or [("one", True), own])
+
+    def as_the_other_sees_it(own):
+        with nullcontext() if is_shared else pytest.raises(ConfigError):
+            require_one_folder(other, here if is_shared else there)
+        return [own, *seen]
+
+    monkeypatch.setattr(main, "main_says", lambda own: told.append(own) or own)
+    monkeypatch.setattr(main, "everyone_says", as_the_other_sees_it)
+    rule = r"^output: .*here must lie in a folder that all machines of the run see; process 1 on .* does not$"
+    with nullcontext() if is_shared else pytest.raises(CommonError, match=rule):
+        require_one_folder(main, here)
+    assert [path.name for path in here.iterdir()] == [LOCK]
 
 
 class Keeps(Server):
