@@ -133,10 +133,10 @@ class Watch(threading.Thread):
         self._end(silent, speaks=self.rank == (1 if rank == 0 else 0))
 
     def _end(self, what: str, speaks: bool = True) -> None:
-        if speaks:
-            say(f"\nfl-lightning: error: {what}; {self.advice()}")
-        else:
+        if not speaks:
             time.sleep(PERIOD)  # let the one that speaks do so first
+        if speaks or not is_tethered():  # that one may have been lost with its machine
+            say(f"\nfl-lightning: error: {what}; {self.advice()}")
         give_up()
 
 

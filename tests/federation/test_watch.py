@@ -1,10 +1,13 @@
 """What counts as a sign of life; processes that are lost or suspended are in `tests/cli/test_workers.py`."""
 
+import os
 import queue
+import sys
 import threading
 import time
 from contextlib import contextmanager
 
+import pytest
 import torch.distributed as dist
 
 from fl_lightning.federation import watch
@@ -84,3 +87,19 @@ def test_a_fit_that_computes_in_another_thread_is_alive(monkeypatch):
     said.set()
     fitting.join()
     assert beats[1] > beats[0]
+
+
+@pytest.mark.parametrize("started_here", [True, False])
+def test_process_of_torchrun_that_is_left_says_so_whoever_went_with_the_first_one(monkeypatch, capsys, started_here):
+    """A machine with the first two of four processes was lost, and those on the other one ended without a word."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(watch, "PERIOD", 0.0)
+    monkeypatch.setattr(watch, "is_tethered", lambda: started_here)
+    with pytest.raises(SystemExit) as ended:
+        watch.Watch(20.0, lambda: "begin anew")._lose(0)
+    assert ended.value.code == (watch.LOST if started_here else 1)
+    line = "\nfl-lightning: error: worker 0 of 4 gave no sign of life for 20 s; begin anew\n"
+    assert capsys.readouterr().err == ("" if started_here else line)
