@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -29,14 +29,16 @@ from typing_extensions import override
 
 from fl_lightning.errors import GRACE, CommonError, ConfigError, line_of
 from fl_lightning.federation import transport
+from fl_lightning.federation.reach import INTERFACE, reachable
 from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code, pausing
-from fl_lightning.federation.team import Team, gpu_here, is_main
+from fl_lightning.federation.team import Team, gpu_here, is_main, local_rank
 from fl_lightning.federation.tether import TetheredDDP
 from fl_lightning.federation.watch import LOST, give_up
 from fl_lightning.terminal import outlived, say
 
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
 MEETING = 600.0  # seconds in which all processes of a run must have met
+MEET = f"see that each was started and reaches the others ({INTERFACE} names a network interface, MASTER_PORT a port)"
 SETTLE = 0.1  # seconds in which gloo's threads let the last tensors go
 
 
@@ -69,13 +71,30 @@ class OnThisMachine(LightningEnvironment):
         return 0
 
 
+class _OfTorchrun(TorchElasticEnvironment):
+    """Processes that torchrun started, as many on each machine as it was told there."""
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Machines may have more or fewer of them than others."""
+
+
+class _OfSlurm(SLURMEnvironment):
+    """Tasks that SLURM started, as it spread them over the machines."""
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Machines may have more or fewer of them than others."""
+
+
 def _fabric(team: Team, start_method: str) -> Fabric:
     _quiet()
     backend = "cpu:gloo,cuda:nccl" if team.cuda and not team.shares_gpus else "gloo"
     strategy = TetheredDDP(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
     strategy.starter = None if team.outside else os.getpid()
-    here = None if team.outside else OnThisMachine()
-    devices = team.size // team.nodes
+    outside = _OfTorchrun if TorchElasticEnvironment.detect() else _OfSlurm
+    here = outside() if team.outside else OnThisMachine()
+    devices = max(-(-team.size // team.nodes), local_rank() + 1 if team.outside else 1)
     sees_few = team.outside and torch.cuda.device_count() < devices
     lightning_chooses = team.cuda and not (sees_few or team.shares_gpus)  # it would look for a GPU for each process
     try:
@@ -93,7 +112,14 @@ def _fabric(team: Team, start_method: str) -> Fabric:
 def join(team: Team) -> None:
     """Meet the other processes that torchrun or SLURM started; end this one if they do not come."""
     with speak_for_the_team(is_main()), _in_time(team):
-        _fabric(team, "popen").launch()
+        fabric = _fabric(team, "popen")
+        try:
+            with reachable(team.nodes):
+                fabric.launch()
+        except RuntimeError as error:  # torch's own types are its children
+            why = str(error).partition("\n")[0][:170]
+            say(f"fl-lightning: error: the {team.size} processes of the run cannot meet ({why}); {MEET}")
+            os._exit(1)
         _take_gpu(team)
     use_threads(team)
 
@@ -136,8 +162,7 @@ def _in_time(team: Team) -> Iterator[None]:
         if met.wait(MEETING) or (not is_main() and met.wait(GRACE)):
             return
         late = f"not all of the {team.size} processes that were expected have met within {MEETING:.0f} s"
-        advice = "see that each of them was started, and reaches the first one's machine"
-        say(f"fl-lightning: error: {late}; {advice}")
+        say(f"fl-lightning: error: {late}; {MEET}")
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="meeting").start()

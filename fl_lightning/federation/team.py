@@ -120,13 +120,16 @@ def started_outside() -> tuple[int, int]:
     """Processes that torchrun or SLURM started for this run, and on how many machines; (1, 1) where neither did."""
     if TorchElasticEnvironment.detect():
         size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        return size, max(1, size // local)
+        return size, -(-size // local)  # where machines have different numbers, some number above 1
     if _by_slurm():
+        nodes = int(os.environ.get("SLURM_NNODES", "1"))
         try:
             size = SLURMEnvironment().world_size()
         except RuntimeError as error:  # Lightning's word on how the job was asked for
-            raise ConfigError("federation.workers", str(error)) from error
-        return size, int(os.environ.get("SLURM_NNODES", "1")) if size > 1 else 1
+            each = -(-int(os.environ["SLURM_NTASKS"]) // max(1, nodes))
+            rule = f"SLURM must be told --ntasks-per-node={each}, and not --ntasks alone"
+            raise ConfigError("federation.workers", rule) from error
+        return size, nodes if size > 1 else 1
     return 1, 1
 
 
@@ -139,8 +142,12 @@ def stand_alone() -> None:
 
 def gpu_here() -> int:
     """Which of the GPUs that this process sees it works on; its launcher may show it that one alone."""
-    local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-    return local % torch.cuda.device_count()
+    return local_rank() % torch.cuda.device_count()
+
+
+def local_rank() -> int:
+    """This process's place among those that torchrun or SLURM started on its machine."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
 def is_main() -> bool:

@@ -6,7 +6,9 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import signal
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +22,8 @@ import torch.distributed as dist
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
+from fl_lightning.federation import reach, tether, transport
 from fl_lightning.federation import team as teams
-from fl_lightning.federation import tether, transport
 from fl_lightning.federation.launch import launch, leave
 from fl_lightning.federation.team import Team, is_main, num_cores, num_devices, plan, share, started_outside
 from fl_lightning.federation.trainers import _place_among_workers
@@ -243,8 +245,29 @@ def test_slurm_job_that_lightning_refuses_gives_one_line(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
-    with pytest.raises(ConfigError, match=r"federation\.workers: .*--ntasks-per-node=8"):
+    with pytest.raises(ConfigError, match=r"federation\.workers: .*--ntasks-per-node=4"):
         planned("auto")
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes"),
+    [
+        (TORCHRUN | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "1"}, 2),
+        (TORCHRUN | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}, 3),
+        (SLURM | {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}, 2),
+        (SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "3", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}, 2),
+    ],
+)
+def test_machines_may_have_different_numbers_of_processes(variables, nodes, monkeypatch):
+    """They ended with a traceback of Lightning's, and those on the other machine waited for them."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    size = int(variables.get("WORLD_SIZE", variables.get("SLURM_NTASKS")))
+    team = planned("auto")
+    assert team == Team(size, None, nodes, outside=True)
+    strategy = launching._fabric(team, "popen").strategy
+    strategy.cluster_environment.validate_settings(strategy.num_processes, strategy.num_nodes)
+    assert strategy.root_device == torch.device("cpu")  # that of its place on its machine
 
 
 def test_slurm_job_of_one_task_is_an_ordinary_process(monkeypatch):
@@ -428,6 +451,56 @@ def join_two(meeting, stderr):
     os.environ.update(meeting)
     launching.MEETING, launching.GRACE = 0.6, 0.1
     launching.join(Team(2, outside=True))
+
+
+def test_processes_that_do_not_reach_each_other_say_so(monkeypatch, capsys):
+    """One ended with a traceback of torch's."""
+
+    def refused():
+        raise RuntimeError("Gloo connectFullMesh failed with: Connection refused, remote=[127.0.1.1]:8616\nmore")
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(launching, "_fabric", lambda *given: SimpleNamespace(launch=refused))
+    with pytest.raises(SystemExit, match="1"):
+        launching.join(Team(2, nodes=2, outside=True))
+    line = (
+        "fl-lightning: error: the 2 processes of the run cannot meet (Gloo .* remote=.*8616); .*GLOO_SOCKET_IFNAME.*\n"
+    )
+    assert re.fullmatch(line.replace("meet (", r"meet \(").replace("); ", r"\); "), capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name_leads_to", "nodes", "set_before", "expected"),
+    [
+        ("127.0.1.1", 2, None, "eth7"),
+        ("", 2, None, "eth7"),
+        ("10.0.0.7", 2, None, None),
+        ("127.0.1.1", 1, None, None),
+        ("127.0.1.1", 2, "ib0", "ib0"),
+    ],
+)
+def test_machine_whose_name_leads_to_itself_alone_is_reached(name_leads_to, nodes, set_before, expected, monkeypatch):
+    """As Debian writes it into /etc/hosts: the other machines waited for it at an address of their own."""
+    monkeypatch.setattr(reach, "_own_address", lambda: name_leads_to)
+    monkeypatch.setattr(reach, "_address_towards", lambda other: {"first": "", reach._OUTSIDE: "10.0.0.7"}[other])
+    monkeypatch.setattr(reach, "_interface_of", {"10.0.0.7": "eth7"}.get)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.delenv(reach.INTERFACE, raising=False)
+    if set_before is not None:
+        monkeypatch.setenv(reach.INTERFACE, set_before)
+    with reach.reachable(nodes):
+        assert os.environ.get(reach.INTERFACE) == expected
+    assert os.environ.get(reach.INTERFACE) == set_before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system is asked in Linux's way")
+def test_address_of_a_machines_name_and_its_interface_are_found(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("192.0.2.9", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked: found)
+    assert reach._own_address() == "127.0.0.1"  # the other one is no machine's
+    assert reach._interface_of("127.0.0.1") == "lo"
+    assert reach._interface_of("192.0.2.9") is None
+    assert reach._address_towards("127.0.0.1") == ""
 
 
 def test_worker_that_is_gone_is_named(monkeypatch):
