@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -13,12 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 RECENT = 10.0  # seconds in which a file may still be written to
 LOADED = time.time()
 """When this process imported this, in seconds since the epoch: what tells older files from younger ones."""
+LONG = 24 * 3600.0  # seconds after which nobody writes to another machine's any more, however far its clock is off
 _TEMPORARY = re.compile(r"\..+\.(\d+)(-[0-9a-f]+)?\.tmp")
 
 
@@ -166,7 +170,19 @@ def sign_in(folder: Path) -> Iterator[Path]:
 
 def _beside(path: Path) -> Path:
     """A temporary name beside a path, which nobody else has: on several machines that share a folder, either."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    return path.with_name(f".{path.name}.{os.getpid()}-{this_machine()}{secrets.token_hex(3)}.tmp")
+
+
+@lru_cache
+def this_machine() -> str:
+    """Eight hexadecimal digits that tell this machine, or container, from others, of which one may have its name.
+
+    A process's number means something on that one alone.
+    """
+    told = [platform.node()]
+    with suppress(OSError):  # no Linux
+        told += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.sha256("\n".join(told).encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def remove_left_overs(folder: Path) -> None:
@@ -179,16 +195,21 @@ def remove_left_overs(folder: Path) -> None:
 def remove_abandoned(folder: Path) -> None:
     """Delete what killed processes have left in a folder that several may write into at once.
 
-    What a living process of this machine is writing stays, and so does what was written to just now, perhaps by another
-    machine.
+    What a living process of this machine is writing stays, and so does what another one's has written to today: whether
+    that lives cannot be seen from here, and a slow download writes nothing for a while.
     """
     for path in folder.glob(".*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
         with suppress(OSError):
             written = max(own.stat().st_mtime for own in (path, *path.rglob("*")))
             age = abs(time.time() - written)  # from the future where the clock was set back
-            if match and age > RECENT and not _lives(int(match[1])):
+            if match and (age > LONG if _is_anothers(match[2]) else age > RECENT and not _lives(int(match[1]))):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_anothers(mark: str | None) -> bool:
+    """Whether the end of a temporary name is another machine's; earlier versions' says of none."""
+    return len(mark or "") > len("-") + 6 and not str(mark).startswith(f"-{this_machine()}")
 
 
 def _lives(process: int) -> bool:

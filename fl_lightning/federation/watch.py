@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.federation.transport import Waiting, gather, has_others, together
+from fl_lightning.files import this_machine
 from fl_lightning.terminal import say
 
 PERIOD = 1.0  # seconds between two looks
@@ -53,7 +54,7 @@ class Watch(threading.Thread):
         self._who: list[dict[str, Any]] = []
         self._done = (0, 0)
         self._told: dict[int, tuple[int, int]] = {}
-        me = {"pid": os.getpid(), "host": socket.gethostname()}
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "machine": this_machine()}
         self.store.set(f"who/{self.rank}", json.dumps(me))
         self._say()
 
@@ -126,7 +127,7 @@ class Watch(threading.Thread):
         if self._who:
             pid, host = self._who[rank]["pid"], self._who[rank]["host"]
             where = f" (process {pid} on {host})"
-            if host == socket.gethostname():
+            if self._who[rank]["machine"] == this_machine():  # another one may have the same name
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)  # it may be stopped, and deaf to anything milder
         silent = f"worker {rank} of {self.size}{where} gave no sign of life for {self.limit:.0f} s"

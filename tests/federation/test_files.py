@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fl_lightning import files, sealed
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.clients import ClientPool
-from fl_lightning.files import WriteError, write_text
+from fl_lightning.files import WriteError, this_machine, write_text
 from fl_lightning.report.journal import RunTables
 from fl_lightning.sealed import load_tensors, read_json, save_tensors, verify, write_json
 
@@ -325,6 +326,19 @@ def test_only_what_the_dead_have_left_is_swept_where_several_write(tmp_path):
     files.remove_abandoned(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {names[os.getpid()], names[1], *others}
     files.remove_abandoned(tmp_path / "nowhere")
+
+
+def test_what_another_machine_writes_is_swept_a_day_later(tmp_path):
+    """Its processes are none of this one's: a download that paused for ten seconds was taken away from it."""
+    now, number = time.time(), 10**12
+    own, others, old = (
+        f".download.{number}-{end}.tmp" for end in (f"{this_machine()}aa", "0123456789ab", "ab12cd34ef")
+    )
+    for name, age in ((own, 60.0), (others, 60.0), (old, files.LONG + 60.0)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (now - age, now - age))
+    files.remove_abandoned(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [others]
 
 
 def test_folder_for_a_while_is_taken_away_and_those_of_the_dead_with_it(tmp_path):

@@ -1,7 +1,9 @@
 """What counts as a sign of life; processes that are lost or suspended are in `tests/cli/test_workers.py`."""
 
+import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -103,3 +105,20 @@ def test_process_of_torchrun_that_is_left_says_so_whoever_went_with_the_first_on
     assert ended.value.code == (watch.LOST if started_here else 1)
     line = "\nfl-lightning: error: worker 0 of 4 gave no sign of life for 20 s; begin anew\n"
     assert capsys.readouterr().err == ("" if started_here else line)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_lost_process_of_another_machine_of_the_same_name_is_not_killed_here(monkeypatch, is_here):
+    """Its number is here that of somebody else's process, which died in its place."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    own = watch.Watch(20.0, lambda: "begin anew")
+    me = json.loads(own.store.get("who/0"))
+    own._who = [me, {**me, "pid": 4242, **({} if is_here else {"machine": "another"})}]
+    with pytest.raises(SystemExit):
+        own._lose(1)
+    assert killed == ([(4242, signal.SIGKILL)] if is_here else [])
