@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import platform
@@ -107,6 +108,8 @@ class BuiltExperiment:
                 does where the run's GPU is not there.
         """
         versions = {f"version of {name}": ".".join(own.split(".")[:2]) for name, own in package_versions().items()}
+        if started_outside() != (1, 1):
+            versions["code of fl_lightning"] = package_code()
         require_told_alike(Workers.present(), {**versions, **in_common(self.config), **self.identity})
         self.data.setup(self.seed)
         if not fits:
@@ -347,6 +350,14 @@ def package_versions() -> dict[str, str]:
     """Those of what computes a run's numbers."""
     own = importlib.import_module("fl_lightning").__version__
     return {"torch": torch.__version__, "lightning": L.__version__, "fl_lightning": own}
+
+
+def package_code() -> str:
+    """A digest of this package's files: checkouts on two machines may have one version, and not the same code."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def git_commit() -> str | None:

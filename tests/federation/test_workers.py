@@ -11,6 +11,7 @@ import torch
 from every_method import METHODS
 from tiny_optimizers import adam
 
+from fl_lightning import Experiment, experiment
 from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Phase
@@ -73,6 +74,29 @@ def test_processes_that_were_told_otherwise_are_refused(other, said, monkeypatch
     first = {key: repr(value) for key, value in in_common(usual).items()}
     with pytest.raises(ConfigError, match=f"^{said}$") if said else nullcontext():
         require_told_alike(workers, in_common(usual | other))
+
+
+def test_code_of_this_package_is_told_where_machines_may_have_others(monkeypatch, tmp_path):
+    """Two checkouts of one version trained together, each by its own code."""
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "step.py").write_text("x = 1\n")
+    monkeypatch.setattr(experiment, "__file__", str(tmp_path / "experiment.py"))
+    built = experiment.BuiltExperiment(Experiment("quickstart", trainer__accelerator="cpu").config)
+    told = []
+
+    def tell(workers, own):
+        told.append(own.get("code of fl_lightning"))
+        raise CommonError("code", "must be the same")
+
+    monkeypatch.setattr(experiment, "require_told_alike", tell)
+    for size, text in ((1, "x = 1\n"), (2, "x = 1\n"), (2, "x = 1\n"), (2, "x = 2\n")):
+        (tmp_path / "core" / "step.py").write_text(text)
+        monkeypatch.setattr(experiment, "started_outside", lambda size=size: (size, size))
+        with pytest.raises(CommonError):
+            built.setup()
+    alone, one, same, other = told
+    assert alone is None
+    assert one == same != other
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
