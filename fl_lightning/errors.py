@@ -40,7 +40,9 @@ class ConfigError(ValueError):
     def __init__(self, key: str, allowed: str, value: object = ...) -> None:
         said = shortened(key, 110)
         got = "" if value is ... else f", got {shortened(_shown(value), 70)}"
-        super().__init__(f"{said}: {shortened(allowed, LONGEST - len(said) - len(got) - 2)}{got}")
+        self.told = f"{shortened(allowed, LONGEST - len(said) - len(got) - 2)}{got}"
+        """The message behind the key."""
+        super().__init__(f"{said}: {self.told}")
         self.key = key
         self.allowed = allowed
         self.value = value

@@ -9,7 +9,7 @@ import platform
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from fl_lightning.federation.team import Team, is_main, plan, started_outside
 from fl_lightning.federation.tether import be_interrupted, is_tethered
 from fl_lightning.federation.threads import choose_threads
 from fl_lightning.federation.trainers import for_reading
-from fl_lightning.federation.workers import Workers, require_one_folder, require_told_alike
+from fl_lightning.federation.workers import Workers, refused_together, require_one_folder, require_told_alike
 from fl_lightning.files import WriteError, write_text
 from fl_lightning.identity import CODE, in_common, own_files
 from fl_lightning.metrics import build_metrics
@@ -110,8 +110,10 @@ class BuiltExperiment:
         versions = {f"version of {name}": ".".join(own.split(".")[:2]) for name, own in package_versions().items()}
         if started_outside() != (1, 1):
             versions["code of fl_lightning"] = package_code()
-        require_told_alike(Workers.present(), {**versions, **in_common(self.config), **self.identity})
-        self.data.setup(self.seed)
+        workers = Workers.present()
+        require_told_alike(workers, {**versions, **in_common(self.config), **self.identity})
+        with refused_together(workers):
+            self.data.setup(self.seed)
         if not fits:
             self.loop.settings = replace(self.loop.settings, cohort=None, graph=None, compile=False)
         if in_memory:
@@ -179,11 +181,14 @@ class BuiltExperiment:
             callbacks: called without arguments once all is set up; returns a list of callbacks for the loop.
         """
         self.check(resume, overwrite)
-        main = self.loop.workers.is_main
+        workers = self.loop.workers
+        main = workers.is_main
         nodes = self.config["logger"] or ()
-        loggers = build_loggers(nodes, self.folder, resume is not None) if main else Loggers()
         try:
-            with RunFolder(self.folder).held() if main else nullcontext() as check:
+            with ExitStack() as held:
+                with refused_together(workers):
+                    loggers = build_loggers(nodes, self.folder, resume is not None) if main else Loggers()
+                    check = held.enter_context(RunFolder(self.folder).held()) if main else None
                 self._prepare(resume, overwrite, loggers, check)
                 with nullcontext() if check is None else self._tidying(check):
                     return self._run(callbacks)
@@ -198,8 +203,9 @@ class BuiltExperiment:
         Raises:
             ConfigError: for anything in the configuration or the folder that would stop the run.
         """
-        if is_main():
-            RunFolder(self.folder).claim(resume, overwrite, self.identity)
+        with refused_together(Workers.present()):
+            if is_main():
+                RunFolder(self.folder).claim(resume, overwrite, self.identity)
         self.setup(anew=overwrite)
 
     def team(self) -> Team:
@@ -216,14 +222,18 @@ class BuiltExperiment:
         """Take up what a resumed run goes on from, clear what one that is begun anew replaces; the folder is held."""
         folder, workers = RunFolder(self.folder), self.loop.workers
         dump_yaml(self.config)  # what cannot be written down deletes nothing
+        chosen = None
+        with refused_together(workers):
+            if workers.is_main:
+                folder.claim(resume, overwrite, self.identity)  # again: another may have been here
+                chosen = folder.choose(resume)
         if workers.is_main:
-            folder.claim(resume, overwrite, self.identity)  # again: another may have been here
             self.recorder = Recorder(self.folder, self.about(), loggers, check)
             self.loop.callbacks.append(self.recorder)
             if self.loop.checkpoints is not None and check is not None:
                 self.loop.checkpoints.require_ours = check
         require_one_folder(workers, self.folder)
-        chosen = workers.main_says(folder.choose(resume) if workers.is_main else None)
+        chosen = workers.main_says(chosen)
         if chosen is not None:
             state = folder.checkpoints.load(chosen.path)
             self.loop.load_state_dict(state)

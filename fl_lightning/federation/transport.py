@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def _noticing(rank: int | None = None) -> Iterator[None]:
         raise
     except RuntimeError as error:  # gloo's own type, NCCL's is one of its children
         who = "a worker" if rank is None else f"worker {rank} of {dist.get_world_size()}"
-        raise WorkerLost(f"{who} is gone ({str(error).splitlines()[0][:120]})") from error
+        why = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0])  # without the line of gloo's own code
+        raise WorkerLost(f"{who} is gone ({why[:120]})") from error
 
 
 @dataclass(frozen=True)

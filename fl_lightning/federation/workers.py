@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fl_lightning.core.message import Message, Size
-from fl_lightning.errors import CommonError, shortened
+from fl_lightning.errors import CommonError, ConfigError, shortened
 from fl_lightning.federation import transport
 from fl_lightning.federation.exchange import Carriers, Exchange, Hop
 from fl_lightning.federation.unsaved import checked_state
@@ -137,10 +137,35 @@ def of_one_kind(workers: Workers, data: Any) -> Workers:
         return workers
     said = workers.everyone_says((data.samples_hash, data.partition_hash))
     for key, hashes in zip(("data", "data.partition"), zip(*said, strict=True), strict=True):
-        if len(set(hashes)) > 1:
+        other = next((rank for rank, own in enumerate(hashes) if own != hashes[MAIN]), None)
+        if other is not None:
             rule = "every process of the run has drawn its own: draw from the `rng` that is given"
-            raise CommonError(key, f"{rule}, or from the global streams (torch's, NumPy's, Python's), which are seeded")
+            rule = f"{rule}, or from the global streams (torch's, NumPy's, Python's), which are seeded"
+            raise CommonError(key, f"{rule}; or process {other} has read other files" if key == "data" else rule)
     return workers
+
+
+@contextmanager
+def refused_together(workers: Workers) -> Iterator[None]:
+    """Let all processes refuse what one of them met alone, as where its machine lacks a file.
+
+    Args:
+        workers: the processes.
+
+    Raises:
+        ConfigError: on every process, about what the first of them met.
+    """
+    met = None
+    try:
+        yield
+    except ConfigError as error:
+        if not workers.is_team:
+            raise
+        met = error.key, error.told  # its value may be anything
+    for rank, (host, own) in enumerate(workers.everyone_says((platform.node(), met))):
+        if own is not None:
+            key, told = own
+            raise CommonError(key, told if rank == MAIN else f"{told} (process {rank} on {host})")
 
 
 def require_told_alike(workers: Workers, told: Mapping[str, Any]) -> None:

@@ -505,7 +505,7 @@ def test_address_of_a_machines_name_and_its_interface_are_found(monkeypatch):
 
 def test_worker_that_is_gone_is_named(monkeypatch):
     def gone(buffer, source):
-        raise RuntimeError("Connection closed by peer")
+        raise RuntimeError("[/far/away/gloo/transport/tcp/pair.cc:561] Connection closed by peer")
 
     for name, answer in {"recv": gone, "get_rank": lambda: 0, "get_world_size": lambda: 3}.items():
         monkeypatch.setattr(dist, name, answer)

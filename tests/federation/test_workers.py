@@ -1,5 +1,6 @@
 """One run on 1, 2 or 3 processes: the same numbers, bit for bit, whatever the method."""
 
+import platform
 import signal
 import sys
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.method import Phase
 from fl_lightning.core.server import Server
 from fl_lightning.core.weighing import SelfWeighingServer
-from fl_lightning.errors import CommonError, ConfigError
+from fl_lightning.errors import CommonError, ConfigError, require
 from fl_lightning.federation import transport
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
@@ -29,7 +30,13 @@ from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.segments import load_state
 from fl_lightning.federation.team import Team
-from fl_lightning.federation.workers import Workers, of_one_kind, require_one_folder, require_told_alike
+from fl_lightning.federation.workers import (
+    Workers,
+    of_one_kind,
+    refused_together,
+    require_one_folder,
+    require_told_alike,
+)
 from fl_lightning.identity import in_common
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
@@ -74,6 +81,22 @@ def test_processes_that_were_told_otherwise_are_refused(other, said, monkeypatch
     first = {key: repr(value) for key, value in in_common(usual).items()}
     with pytest.raises(ConfigError, match=f"^{said}$") if said else nullcontext():
         require_told_alike(workers, in_common(usual | other))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_process_met_alone_is_refused_by_all(rank, monkeypatch):
+    """The first one said that the other was gone, and ended with exit code 1."""
+    workers = Workers(rank, 2, is_main=rank == 0)
+    lacks = "data.dataset.path", "there is no such file, got 't.csv'"
+    others = [("one", None), ("two", lacks)]
+    monkeypatch.setattr(workers, "everyone_says", lambda own: [*others[:rank], own, *others[rank + 1 :]])
+    monkeypatch.setattr(platform, "node", lambda: others[rank][0])
+    line = r"^data\.dataset\.path: there is no such file, got 't\.csv' \(process 1 on two\)$"
+    with pytest.raises(CommonError, match=line), refused_together(workers):
+        require(rank == 0, "data.dataset.path", "there is no such file", "t.csv")
+    alone = Workers()
+    with pytest.raises(ConfigError, match=r"^data: no$"), refused_together(alone):
+        raise ConfigError("data", "no")
 
 
 def test_code_of_this_package_is_told_where_machines_may_have_others(monkeypatch, tmp_path):
