@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.report.record import ever_trained, read_rows
+from fl_lightning.report.record import ever_trained, read_packed
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.sealed import read_json
 
@@ -106,8 +106,8 @@ def read_reference(
     require(parts == evaluate_on, KEY, rule, folder)
     left = read_run(there, KEY).unfinished if (there / "metrics.csv").is_file() else ""
     require(not left, KEY, f"must name a run that is over: {left}", folder)
-    written = read_rows(there / "clients.csv")
-    rows = [row for row in written if row.get("Local-T") is not None]
+    written = read_packed(there / "clients.csv")
+    rows = written.where(lambda own: own is not None, "Local-T")
     require(bool(rows), KEY, "that run has no Local-T", folder)
     trained = ever_trained(written)
     alone = np.full(num_clients, np.nan)

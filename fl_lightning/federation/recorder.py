@@ -31,6 +31,7 @@ from fl_lightning.report.record import (
     LOGGED_COLUMNS,
     num_evaluated,
     read_metrics,
+    read_packed,
     read_rows,
     summarise,
 )
@@ -110,7 +111,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
                 loop.data.class_counts(),
                 loop.settings.rounds,
                 read_metrics(self.folder),
-                read_rows(self.folder / "clients.csv"),
+                read_packed(self.folder / "clients.csv"),
                 loop.patience.monitor,
                 loop.patience.less,
                 loop.num_clients,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +14,7 @@ from fl_lightning.files import content_of, plain_json
 from fl_lightning.reading import read_yaml
 from fl_lightning.report.columns import LOG, is_time
 from fl_lightning.report.plain import PlainConsole
-from fl_lightning.report.record import LOGGED, read_logged, read_rows
+from fl_lightning.report.record import LOGGED, read_logged, read_packed
 
 FILES = {
     "metrics.csv": ("round",),
@@ -50,27 +50,22 @@ def compare(a: Path, b: Path, console: Console | None = None) -> bool:
     console = console or PlainConsole(soft_wrap=True)
     for line in _differing_keys(_settings(a), _settings(b)):
         console.print(line, highlight=False)
-    left, right = _figures(a), _figures(b)
-    rounds = _rounds(left), _rounds(right)
+    left, right = _Tables(a), _Tables(b)
+    rounds = left.last(), right.last()
     both = min(rounds)
     require(both > 0, "compare", "there is no round in its metrics.csv", str(a if rounds[0] == 0 else b))
-    if rounds[0] == rounds[1]:
-        ends = _final(a, both), _final(b, both)
-        told = ends[0].keys() & ends[1].keys()  # a run that was stopped tells none
-        left, right = ({**own, **{at: end[at] for at in told}} for own, end in zip((left, right), ends, strict=True))
-    differing = [at for at in {**left, **right} if at[0] <= both and left.get(at) != right.get(at)]
-    differing.sort(key=lambda at: (at[0], ORDER.index(at[1])))
+    ends: tuple[Figures, Figures] = (_final(a, both), _final(b, both)) if rounds[0] == rounds[1] else ({}, {})
+    found = _differing(left, right, both, ends)
     if rounds[0] != rounds[1]:
         console.print(f"{a} has {rounds[0]} rounds, {b} has {rounds[1]}", highlight=False)
-    if not differing:
-        figures = sum(at[0] <= both for at in left)
+    if not found.rounds:
         rounds_of = "round" if both == 1 else "rounds"
         said = "equal:" if rounds[0] == rounds[1] else "equal as far as both go:"
-        console.print(f"{said} {both} {rounds_of}, {figures} figures, bit for bit", highlight=False)
+        console.print(f"{said} {both} {rounds_of}, {found.figures} figures, bit for bit", highlight=False)
         return rounds[0] == rounds[1]
-    first = differing[0][0]
-    console.print(_table(f"first differing round: {first}", [at for at in differing if at[0] == first], left, right))
-    last = len({at[0] for at in differing})
+    first = found.rounds[0]
+    console.print(_table(f"first differing round: {first}", *found.shown))
+    last = len(found.rounds)
     often = "every round" if last == both - first + 1 else f"{last} of the {both - first + 1} rounds"
     console.print(f"different in {often} from round {first} on, of {both}", highlight=False)
     return False
@@ -90,23 +85,69 @@ def _table(title: str, places: list[tuple[Any, ...]], left: Figures, right: Figu
     return table
 
 
-def _figures(run: Path) -> Figures:
-    found: Figures = {}
-    for file, names in FILES.items():
+class _Tables:
+    """A run's rows, of which the figures of one round at a time are looked at: all of them would fill the memory.
+
+    Args:
+        run: its folder.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.rows = {file: read_packed(run / file) for file in FILES} | {LOGGED: read_logged(run / LOGGED)}
+        self.places: dict[int, list[tuple[str, int]]] = {}
+        for file, rows in self.rows.items():
+            for place, round in enumerate(rows.column("round")):
+                if isinstance(round, int):  # else a damaged line, which `evaluate` and `--resume` name
+                    self.places.setdefault(round, []).append((file, place))
+
+    def last(self) -> int:
+        """The last round that has a figure; 0 where none has."""
+        return next((round for round in sorted(self.places, reverse=True) if self.figures(round)), 0)
+
+    def figures(self, round: int) -> Figures:
+        """Those of a round."""
+        found: Figures = {}
         seen: set[tuple[Any, ...]] = set()
-        for row in read_rows(run / file):
-            if not isinstance(row.get("round"), int):  # a damaged line, which `evaluate` and `--resume` name
+        for file, at in self.places.get(round, ()):
+            row = self.rows[file][at]
+            if file == LOGGED:
+                found[round, file, (round, row["client"]), LOG + row["name"]] = repr(row["value"])
                 continue
+            names = FILES[file]
             place = tuple(row.get(name) for name in names)
-            if place in seen:  # which of them is the run's, nobody knows
-                found[place[0], file, place, TWICE] = "yes"
-            seen.add(place)
+            if (file, *place) in seen:  # which of them is the run's, nobody knows
+                found[round, file, place, TWICE] = "yes"
+            seen.add((file, *place))
             for column, value in row.items():
                 if value is not None and column not in names and not is_time(column):
-                    found[place[0], file, place, column] = repr(value)
-    for row in read_logged(run / LOGGED):
-        found[row["round"], LOGGED, (row["round"], row["client"]), LOG + row["name"]] = repr(row["value"])
-    return found
+                    found[round, file, place, column] = repr(value)
+        return found
+
+
+class _Differing(NamedTuple):
+    """In which rounds two runs differ; of the first, where, and both runs' figures; how many the left one has."""
+
+    rounds: list[int]
+    shown: tuple[list[tuple[Any, ...]], Figures, Figures]
+    figures: int
+
+
+def _differing(left: _Tables, right: _Tables, last: int, ends: tuple[Figures, Figures]) -> _Differing:
+    told = ends[0].keys() & ends[1].keys()  # a run that was stopped tells none
+    rounds: list[int] = []
+    shown: tuple[list[tuple[Any, ...]], Figures, Figures] = ([], {}, {})
+    count = 0
+    for round in sorted(own for own in {*left.places, *right.places} if own <= last):
+        first, second = left.figures(round), right.figures(round)
+        if round == last:
+            first |= {at: ends[0][at] for at in told}
+            second |= {at: ends[1][at] for at in told}
+        count += len(first)
+        places = [at for at in {**first, **second} if first.get(at) != second.get(at)]
+        if places and not rounds:
+            shown = sorted(places, key=lambda at: ORDER.index(at[1])), first, second
+        rounds += [round] if places else []
+    return _Differing(rounds, shown, count)
 
 
 def _final(run: Path, round: int) -> Figures:
@@ -116,10 +157,6 @@ def _final(run: Path, round: int) -> Figures:
         return {(round, SUMMARY, (round,), f"final_received.{name}"): repr(value) for name, value in said.items()}
     except (OSError, ValueError, AttributeError):
         return {}
-
-
-def _rounds(figures: Figures) -> int:
-    return max((at[0] for at in figures), default=0)
 
 
 def _settings(run: Path) -> dict[str, str]:

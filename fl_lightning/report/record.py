@@ -6,14 +6,15 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.files import append_text, content_of, holds, write_text
 from fl_lightning.report.columns import LOG, accuracy_of, is_score, less_is_better
+from fl_lightning.report.packed import PackedRows, Row, packed
 from fl_lightning.terminal import printable
 
-Row = dict[str, Any]
 LOGGED = "logged.csv"
 """What fits have logged by themselves: a row a value, and a row without a client for the mean over those that count."""
 LOGGED_COLUMNS = ("round", "client", "value", "name")
@@ -59,31 +60,38 @@ def _cell(value: Any) -> str:
 
 def read_rows(path: Path) -> list[Row]:
     """Read a CSV file of numbers; a cell that is empty or no number becomes None, a row cut short is left out."""
-    return rows_in(content_of(path).decode(errors="replace")) if path.is_file() else []
+    return list(read_packed(path))
+
+
+def read_packed(path: Path) -> PackedRows:
+    """The same for a file that may be long: a row a client and round."""
+    return _packed_in(content_of(path).decode(errors="replace")) if path.is_file() else PackedRows({})
 
 
 def rows_in(text: str) -> list[Row]:
     """The rows of a CSV text, as `read_rows` reads a file's."""
-    text = text.replace("\0", "\ufffd")
-    rows = [line.split(",") for line in text.split("\n")[:-1]]  # what follows the last line break was cut short
-    columns = [printable(name.rstrip("\r")) for name in rows[0]] if rows else []
-    return [dict(zip(columns, map(_number, cells), strict=True)) for cells in rows[1:] if len(cells) == len(columns)]
+    return list(_packed_in(text))
 
 
-def ever_trained(rows: Iterable[Row]) -> set[Any]:
+def _packed_in(text: str) -> PackedRows:
+    lines = text.replace("\0", "\ufffd").split("\n")[:-1]  # what follows the last line break was cut short
+    columns = [printable(name.rstrip("\r")) for name in lines[0].split(",")] if lines else []
+    rows = (line.split(",") for line in islice(lines, 1, None))
+    return packed(columns, (map(_number, cells) for cells in rows if len(cells) == len(columns)))
+
+
+def ever_trained(rows: PackedRows) -> set[Any]:
     """Clients that came through a local fit, of rows of ``clients.csv``; all of them where the file does not say."""
-    return {
-        row.get("client")
-        for row in rows
-        if row.get("participated", 1) and not row.get("failed") and not row.get("skipped")
-    }
+    took_part, failed, skipped = rows.column("participated", 1), rows.column("failed"), rows.column("skipped")
+    columns = zip(rows.column("client"), took_part, failed, skipped, strict=True)
+    return {client for client, *fit in columns if fit[0] and not fit[1] and not fit[2]}
 
 
 def _number(cell: str) -> float | int | None:
     if not cell:
         return None
     try:
-        return int(cell)
+        return float(cell) if "." in cell else int(cell)  # most cells are fractions, and to refuse one takes long
     except ValueError:
         try:
             return float(cell)
@@ -100,18 +108,19 @@ def as_logged(values: Mapping[str, float]) -> dict[str, float]:
     return {printable(" ".join(name.split())): value for name, value in values.items()}
 
 
-def read_logged(path: Path) -> list[Row]:
+def read_logged(path: Path) -> PackedRows:
     """Read a run's `logged.csv`; a row that is damaged, or cut short, is left out."""
     if not path.is_file():
-        return []
+        return PackedRows({})
     text = content_of(path).decode(errors="replace").replace("\0", "\ufffd")
     whole, _, _ = text.rpartition("\n")
-    found = []
-    for cells in csv.reader(io.StringIO(whole)):
-        if len(cells) == len(LOGGED_COLUMNS) and cells[0].isdigit():
-            round, client, value, name = *map(_number, cells[:3]), printable(cells[3])
-            found.append({"round": round, "client": client, "value": value, "name": name})
-    return found
+    names: dict[str, str] = {}  # one text of each
+    rows = (
+        (*map(_number, cells[:3]), names.setdefault(cells[3], printable(cells[3])))
+        for cells in csv.reader(io.StringIO(whole))
+        if len(cells) == len(LOGGED_COLUMNS) and cells[0].isdigit()
+    )
+    return packed(LOGGED_COLUMNS, rows)
 
 
 def read_metrics(folder: Path) -> list[Row]:

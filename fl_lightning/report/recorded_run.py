@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,8 @@ from fl_lightning.files import content_of, plain_json
 from fl_lightning.identity import course, folders, identity, rounding
 from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.journal import altered
-from fl_lightning.report.record import Row, read_metrics, read_rows, summarise, watched_by
+from fl_lightning.report.packed import PackedRows
+from fl_lightning.report.record import Row, read_metrics, read_packed, read_rows, summarise, watched_by
 from fl_lightning.sealed import fits_checksum
 from fl_lightning.terminal import printable
 
@@ -87,10 +87,10 @@ class RecordedRun:
         return {**found, **course(self.config), **folders(self.config), **rounding(self.config)}
 
     @cached_property
-    def client_rows(self) -> Sequence[Row]:
+    def client_rows(self) -> PackedRows:
         """The rows of ``clients.csv`` that count in the means of `rows`; empty where there are none."""
-        found = counting(rows_of(self.path / "clients.csv"), self.config)
-        return [row for row in found if row["round"] <= self.rows[-1]["round"]]
+        last = self.rows[-1]["round"]
+        return counting_rows(self.path, self.config).where(lambda round: round <= last, "round")
 
     def first(self, rounds: int) -> RecordedRun:
         """As it was with so many rounds, where somebody has extended it since.
@@ -167,24 +167,31 @@ def _with_round(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:
         return []
 
 
-def counting(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Row]:
+def counting_rows(path: Path, config: Mapping[str, Any]) -> PackedRows:
     """The rows of clients that count in a run's means: attackers do not, nor do those who joined later.
 
     Args:
-        rows: of ``clients.csv``.
+        path: the run's folder.
         config: the run's.
     """
     number, joining = _entry(config, "data", "num_clients"), _entry(config, "federation", "newcomers")
     later = _entry({"newcomers": joining}, "newcomers", "clients")
-    return those_that_count(rows, number - later if isinstance(number, int) and isinstance(later, int) else None)
+    founders = number - later if isinstance(number, int) and isinstance(later, int) else None
+    try:
+        rows = read_packed(path / "clients.csv")
+    except (OSError, ValueError):
+        return PackedRows({})
+    known = rows.where(lambda round: isinstance(round, int), "round")
+    return known.where(lambda client, attacker: _counts(client, attacker, founders), "client", "attacker")
 
 
 def those_that_count(rows: Sequence[_OfClient], num_founders: int | None) -> list[_OfClient]:
     """The rows of the first clients, so many, without attackers; None for all that are none."""
-    last = math.inf if num_founders is None else num_founders
-    return [
-        row for row in rows if isinstance(row.get("client"), int) and row["client"] < last and not row.get("attacker")
-    ]
+    return [row for row in rows if _counts(row.get("client"), row.get("attacker"), num_founders)]
+
+
+def _counts(client: Any, attacker: Any, num_founders: int | None) -> bool:
+    return isinstance(client, int) and (num_founders is None or client < num_founders) and not attacker
 
 
 def _entry(config: Mapping[str, Any], section: str, key: str) -> Any:

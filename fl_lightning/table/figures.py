@@ -11,7 +11,7 @@ import numpy as np
 from fl_lightning.files import content_of, plain_json
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.record import watched_by
-from fl_lightning.report.recorded_run import counting, rows_of
+from fl_lightning.report.recorded_run import counting_rows
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition, Published
 from fl_lightning.table.quantity import Figure, best_round, evaluated, is_number, moments
@@ -204,7 +204,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     weighted = figure.column.endswith("_weighted")
     sizes = _validation_sizes(run) if weighted and "-V" in figure.column else {}
     by_round: dict[int, list[tuple[int, float, float]]] = {}
-    for row in counting(rows_of(run.folder / "clients.csv"), run.config):
+    for row in counting_rows(run.folder, run.config):
         if row["round"] in chosen and is_number(row.get(figure.of_clients)):
             client, own = row["client"], row[figure.of_clients]
             weight = float(sizes.get(client, row.get("num_test") or 0)) if weighted else 1.0

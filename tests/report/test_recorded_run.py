@@ -1,11 +1,14 @@
 """Runs' folders as they are read back, whatever has happened to them."""
 
 import json
+import tracemalloc
+from contextlib import contextmanager
 
 import pytest
 import yaml
 from report.run_folders import make_run
 
+from fl_lightning.report.compare import compare
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.run import Run
@@ -95,3 +98,48 @@ def test_a_round_counts_once_though_it_stands_there_twice(tmp_path):
     metrics.write_text(metrics.read_text() + metrics.read_text().splitlines(keepends=True)[-1])
     again = read_run(tmp_path / "a", "report")
     assert again.rows == run.rows
+
+
+@contextmanager
+def bytes_at_most(number, peak):
+    """Asserts how much is kept, and how much it took at its peak."""
+    tracemalloc.start()
+    try:
+        yield
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (kept < number, most < peak) == (True, True), (kept, most)
+
+
+def test_rows_of_clients_take_little_memory(tmp_path):
+    """A number takes 8 bytes, or a little more; as dicts they took 42, and 120 while they were read."""
+    run = read_run(make_run(tmp_path / "a", rounds=40, clients=50), "report")
+    numbers = 40 * 50 * 9
+    with bytes_at_most(16 * numbers, 110 * numbers):
+        assert len(run.client_rows) == 40 * 50
+
+
+def test_comparison_takes_little_memory(tmp_path):
+    """It looks at one round at a time; all figures at once took 420 bytes each."""
+    folder = make_run(tmp_path / "a", rounds=40, clients=50)
+    figures = 40 * 50 * 7
+    compare(folder, folder)
+    with bytes_at_most(100 * figures, 200 * figures):
+        assert compare(folder, folder)
+
+
+def test_rows_of_clients_say_what_is_written(tmp_path):
+    """Whole numbers stay whole, however large, and what is empty stays none, in columns of one kind and of several."""
+    folder = make_run(tmp_path / "a", rounds=1)
+    lines = ["round,client,num_test,Local-T,loss", "1,0,7,0.1,", f"1,1,{2**70},nan,3", "1,2,8,1e-3,0.5", "x,3,1,0.1,1"]
+    (folder / "clients.csv").write_text("\n".join(lines) + "\n")
+    found = read_run(folder, "report").client_rows
+    assert [list(row.values()) for row in found] == [
+        [1, 0, 7, 0.1, None],
+        [1, 1, 2**70, pytest.approx(float("nan"), nan_ok=True), 3],
+        [1, 2, 8, 0.001, 0.5],
+    ]
+    assert [type(value) for value in found[0].values()] == [int, int, int, float, type(None)]
+    assert [row["client"] for row in found[1:]] == [1, 2]
+    assert list(found.column("attacker")) == [None] * 3

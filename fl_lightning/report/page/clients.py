@@ -35,11 +35,13 @@ BY_LINE = {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "
 
 def last_of_clients(run: RecordedRun, column: str) -> dict[int, float]:
     """Client -> the column in the last round in which any client has it."""
-    rounds: dict[int, dict[int, float]] = {}
-    for row in run.client_rows:
-        for value in known([row.get(column)]):
-            rounds.setdefault(row["round"], {})[row["client"]] = value
-    return rounds[max(rounds)] if rounds else {}
+    rows, last = run.client_rows, -math.inf
+    found: dict[int, float] = {}
+    for round, client, value in zip(*map(rows.column, ("round", "client", column)), strict=True):
+        if round >= last and known([value]):
+            found = found if round == last else {}
+            found[client], last = float(value), round
+    return found
 
 
 def worst_tenth(values: Sequence[float]) -> float:
