@@ -5,8 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 
 BACKEND = "MPLBACKEND"
+LONG = 200
+"""Points of a curve above which its running mean is drawn, and each value faintly: they would be a band."""
+SHARE = 50
+"""The mean runs over the curve's points divided by this."""
+FAINT: dict[str, Any] = {"linestyle": "-", "linewidth": 0.5, "alpha": 0.25}
+SAID = f"running means over {100 // SHARE} % of the rounds, each value faintly"
+"""What a picture says where such means are drawn."""
 
 
 @contextmanager
@@ -20,6 +30,18 @@ def as_shipped() -> Iterator[None]:
         from matplotlib import style
     with style.context(["default", {"svg.hashsalt": "fl-lightning"}]):
         yield
+
+
+def trend(values: np.ndarray) -> np.ndarray:
+    """The running mean of a long curve, over fewer values at both ends; a short one as it is.
+
+    >>> trend(np.arange(3.0)), trend(np.arange(400) % 2)[200:202]
+    (array([0., 1., 2.]), array([0.44444444, 0.55555556]))
+    """
+    if len(values) <= LONG:
+        return values
+    window = np.ones(len(values) // SHARE | 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_lightning.errors import TRACEBACK, ConfigError, require
 from fl_lightning.files import write_atomically
-from fl_lightning.report.drawing import as_shipped
+from fl_lightning.report.drawing import FAINT, LONG, SAID, as_shipped, trend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +39,8 @@ TITLE_LETTER = 0.1  # inches, of a letter in a picture's title
 
 def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
     """Draw the accuracies of a run over its rounds on the left, its losses on the right; 1200 × 450 pixels.
+
+    Of a curve of more than 200 values the running mean is drawn, and each value faintly.
 
     Args:
         rows: the rows of ``metrics.csv``; what is None, empty or missing is skipped, the evaluated rounds are joined.
@@ -91,7 +93,7 @@ def _draw_band(axes: Axes, rows: Sequence[Mapping[str, Any]], color: str) -> Non
         low, high = min(std[0], mean[0]), min(std[0], 1 - mean[0])
         axes.errorbar(rounds, 100 * mean, 100 * np.array([[low], [high]]), color=color, alpha=0.5, capsize=4)
     elif len(rounds):
-        low, high = np.clip(mean - std, 0, 1), np.clip(mean + std, 0, 1)
+        low, high = trend(np.clip(mean - std, 0, 1)), trend(np.clip(mean + std, 0, 1))
         label = "± std over clients"
         axes.fill_between(rounds, 100 * low, 100 * high, color=color, alpha=0.13, linewidth=0, label=label)
 
@@ -124,7 +126,10 @@ def log_if_wide(axes: Axes, drawn: Sequence[np.ndarray]) -> bool:
 
 def _line(axes: Axes, rounds: np.ndarray, values: np.ndarray, label: str, color: str, style: str) -> None:
     marker = "o" if len(rounds) <= MARKED_POINTS else ""
-    axes.plot(rounds, values, style, color=color, label=label, linewidth=1.8, marker=marker, markersize=4)
+    axes.plot(rounds, trend(values), style, color=color, label=label, linewidth=1.8, marker=marker, markersize=4)
+    if len(rounds) > LONG:
+        axes.plot(rounds, values, color=color, **FAINT)
+        axes.set_xlabel(f"round ({SAID})")
 
 
 def _style(axes: Axes, ylabel: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -132,7 +137,7 @@ def _style(axes: Axes, ylabel: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
     from fl_lightning.report.picture import add_legend
 
-    axes.set_xlabel("round", color=INK)
+    axes.set_xlabel(axes.get_xlabel() or "round", color=INK)
     axes.set_ylabel(ylabel, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     rounds = [int(row["round"]) for row in rows]

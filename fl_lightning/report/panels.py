@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fl_lightning.report.colours import DASHES
-from fl_lightning.report.drawing import as_shipped
+from fl_lightning.report.drawing import FAINT, LONG, SAID, as_shipped, trend
 from fl_lightning.report.figures import DPI, GRID, INK, log_if_wide, save, title_lines
 from fl_lightning.report.series import Curve, Series
 
@@ -33,7 +33,8 @@ def panel_grid(
     """Draw panels of columns over rounds, four in a row: a colour a method, a band of ± std over seeds.
 
     Line styles tell a panel's columns apart, with marks where they are more than styles, and in panels of one column
-    the lines of one method. A curve of one point is a mark, and its ± a bar.
+    the lines of one method. A curve of one point is a mark, and its ± a bar; of a curve of more than 200 values the
+    running mean is drawn, and each value faintly.
 
     Args:
         panels: each panel's title, the columns that it draws (one that ends in ``*`` stands for all that start so), and
@@ -61,8 +62,9 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     labels = [textwrap.fill(_label(line), int((WIDTH - 1.1) / LEGEND_LETTER)) for line in runs]
     columns = max(1, min(len(runs), int(WIDTH / (1.1 + LEGEND_LETTER * max(map(len, labels))))))
     legend = 0.25 + 0.2 * -(-sum(label.count("\n") + 1 for label in labels) // columns)
-    seeds = any(len(line.runs) > 1 for line in runs)
-    said = title_lines(f"{title}: mean and ± std over seeds" if seeds else title, WIDTH)
+    how = ["mean and ± std over seeds"] if any(len(line.runs) > 1 for line in runs) else []
+    how += [SAID] if any(len(run.rows) > LONG for line in runs for run in line.runs) else []
+    said = title_lines(f"{title}: {'; '.join(how)}" if how else title, WIDTH)
     size = (WIDTH, 0.2 + 0.2 * len(said) + HEIGHT * rows + legend)
     figure = Picture(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     figure.suptitle("\n".join(said), x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
@@ -139,13 +141,15 @@ def _draw_curve(axes: Axes, curve: Curve, line: Series, factor: float, place: in
     faint = 0.55 if columns > 1 and line.dash else 1.0  # styles are taken there
     step = -(-len(curve.rounds) // MARKS_OF_A_LINE)
     look |= {"color": line.light, "linewidth": 1.6, "alpha": faint, "markersize": 4}
-    axes.plot(curve.rounds, factor * curve.mean, markevery=(place % step, step), **look)
+    axes.plot(curve.rounds, trend(factor * curve.mean), markevery=(place % step, step), **look)
+    if len(curve.rounds) > LONG:
+        axes.plot(curve.rounds, factor * curve.mean, color=line.light, **FAINT)
 
 
 def _draw_band(axes: Axes, curve: Curve, line: Series, factor: float, strength: float) -> None:
     """Draw a curve's ± std over seeds: a band, or a bar where one round has it; fainter below a strength of 1."""
     known = np.isfinite(curve.std)
-    rounds, mean, std = curve.rounds[known], factor * curve.mean[known], factor * curve.std[known]
+    rounds, mean, std = curve.rounds[known], trend(factor * curve.mean[known]), trend(factor * curve.std[known])
     if len(rounds) == 1:
         axes.errorbar(rounds, mean, std, fmt="none", ecolor=line.light, alpha=0.5 * strength, capsize=4)
     elif len(rounds):

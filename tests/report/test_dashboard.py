@@ -103,6 +103,15 @@ def test_picture_of_four_methods_and_three_seeds_draws_four_lines_with_bands(tmp
     assert matplotlib.image.imread(path).shape[1] == 1280
 
 
+def test_picture_of_many_rounds_shows_where_they_go(tmp_path):
+    """Values that jump each round are a solid band."""
+    rows = [{"round": round, "Local-T": round % 2 / 2, "loss": 1.0} for round in range(1, 1001)]
+    lines = series_of([Member(read_run(make_run(tmp_path / "a", "One", rows), "test"))])
+    figure = draw_panel_grid([("Local-T", ("Local-T",), True)], lines, "runs")
+    assert [np.ptp(line.get_ydata()) for line in figure.axes[0].lines] == pytest.approx([50 / 11, 50])
+    assert figure.get_suptitle() == "runs: running means over 2 % of the rounds, each value faintly"
+
+
 def test_picture_says_that_seeds_have_come_to_other_rounds(tmp_path, monkeypatch):
     """From where one of them ends on, the mean is that of the others."""
     said: list[str] = []

@@ -68,6 +68,19 @@ def test_learning_curves_join_the_evaluated_rounds(tmp_path):
     assert columns[-1] - columns[0] > 150
 
 
+@pytest.mark.parametrize(("rounds", "long"), [(200, False), (1000, True)])
+def test_learning_curves_of_many_rounds_show_where_they_go(rounds, long):
+    """Values that jump each round are a solid band."""
+    rows = [row | {"Global-T": 0.3 + 0.2 * (row["round"] % 2)} for row in make_rows(rounds)]
+    axes, losses = draw_learning_curves(rows, "a run").axes
+    drawn = [line for line in axes.lines if line.get_color() == "#D55E00"]
+    ends = [np.ptp(line.get_ydata()) for line in drawn]
+    assert ends == pytest.approx([20 / 11, 20] if long else [20])
+    assert drawn[0].get_label() == f"Global-T {100 * rows[-1]['Global-T']:.1f} %"
+    labels = {own.get_xlabel() for own in (axes, losses)}
+    assert labels == {"round (running means over 2 % of the rounds, each value faintly)" if long else "round"}
+
+
 @pytest.mark.parametrize("terms", [(), ("cross_entropy",), ("cross_entropy", "prototype", "contrast")])
 def test_learning_curves_draw_the_terms_only_if_there_are_several(tmp_path, terms):
     image = pixels(learning_curves(make_rows(20, terms=terms), tmp_path / "curves.png", "a run"))
