@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import platform
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Process, active_children
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -39,6 +41,8 @@ from fl_lightning.terminal import outlived, say
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
 MEETING = 600.0  # seconds in which all processes of a run must have met
 MEET = f"see that each was started and reaches the others ({INTERFACE} names a network interface, MASTER_PORT a port)"
+MEET_HERE = "see that each may open files enough (ulimit -n), and reaches 127.0.0.1"
+FILES = 17  # that torch opens in the first of several workers, beside two for each
 SETTLE = 0.1  # seconds in which gloo's threads let the last tensors go
 
 
@@ -91,7 +95,8 @@ def _fabric(team: Team, start_method: str) -> Fabric:
     _quiet()
     backend = "cpu:gloo,cuda:nccl" if team.cuda and not team.shares_gpus else "gloo"
     strategy = TetheredDDP(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
-    strategy.starter = None if team.outside else os.getpid()
+    if not team.outside:
+        strategy.starter, strategy.in_time = os.getpid(), partial(_in_time, team)
     outside = _OfTorchrun if TorchElasticEnvironment.detect() else _OfSlurm
     here = outside() if team.outside else OnThisMachine()
     devices = max(-(-team.size // team.nodes), local_rank() + 1 if team.outside else 1)
@@ -157,19 +162,37 @@ def _in_time(team: Team) -> Iterator[None]:
     A bound on the group of processes itself would bound every later message, too.
     """
     met = threading.Event()
+    speaks = is_main() if team.outside else os.environ.get("LOCAL_RANK", "0") == "0"
 
     def wait() -> None:
-        if met.wait(MEETING) or (not is_main() and met.wait(GRACE)):
+        if met.wait(MEETING) or (not speaks and met.wait(GRACE)):
             return
         late = f"not all of the {team.size} processes that were expected have met within {MEETING:.0f} s"
-        say(f"fl-lightning: error: {late}; {MEET}")
-        os._exit(1)
+        say(f"fl-lightning: error: {late}; {MEET if team.outside else MEET_HERE}")
+        give_up()
 
     threading.Thread(target=wait, daemon=True, name="meeting").start()
     try:
         yield
     finally:
         met.set()
+
+
+def _check_files(team: Team, start_method: str) -> None:
+    """Refuse to start processes that may not open the files by which they meet: torch would try for ever.
+
+    Raises:
+        OSError: saying how many they need: the first one's own, and two for each that it meets.
+    """
+    if sys.platform != "linux":
+        return
+    import resource
+
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    inherited = len(os.listdir("/proc/self/fd")) if start_method == "fork" else 0
+    needed = inherited + FILES + 2 * team.size
+    if 0 <= allowed < needed:
+        raise OSError(errno.EMFILE, f"ulimit -n is {allowed}, and {team.size} workers need {needed}")
 
 
 def use_threads(team: Team) -> None:
@@ -244,6 +267,7 @@ def launch(
     started = _Started(team.size)
     with StopSignals(started.ask_main, started.end_at_once) as signals, pausing(started.alive):
         try:
+            _check_files(team, start_method)
             code = _fabric(team, start_method).launch(_enter, team, function, arguments)
             return exit_code(signals.first) if signals.first and code == exit_code(signal.SIGINT) else code
         except StoppedAtOnce as stopped:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -58,6 +59,8 @@ class TetheredDDP(DDPStrategy):
 
     starter: int | None = None
     """Process id of who starts the workers; None for processes that torchrun or SLURM started."""
+    in_time: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What bounds the time in which they meet."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -70,7 +73,8 @@ class TetheredDDP(DDPStrategy):
     def setup_environment(self) -> None:
         if self.starter is not None:
             tether(self.starter)
-        super().setup_environment()
+        with self.in_time():
+            super().setup_environment()
 
 
 def tether(starter: int) -> None:

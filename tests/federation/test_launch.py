@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
@@ -79,6 +80,33 @@ def test_processes_that_cannot_be_started_end_in_one_line(monkeypatch, capsys):
     assert launch(end_with_a_message, Team(2, threads=1)) == 2
     said = "fl-lightning: error: federation.workers: processes cannot be started here (Read-only file system)"
     assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_workers_that_may_not_open_files_enough_are_refused(monkeypatch, capsys):
+    """They tried to meet for ever."""
+    monkeypatch.setattr("resource.getrlimit", lambda what: (20, 20))
+    assert launch(end_with_a_message, Team(2, threads=1)) == 2
+    why = r"processes cannot be started here \(ulimit -n is 20, and 2 workers need \d+\); one needs none"
+    assert re.fullmatch(rf"fl-lightning: error: federation.workers: {why}\n", capsys.readouterr().err)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_worker_that_never_comes_ends_the_meeting(monkeypatch, capfd):
+    """The others waited for ever."""
+    meet = DDPStrategy.setup_environment
+
+    def first_alone(strategy):
+        return time.sleep(60) if strategy.local_rank else meet(strategy)
+
+    monkeypatch.setattr(DDPStrategy, "setup_environment", first_alone)
+    monkeypatch.setattr(launching, "MEETING", 0.6)
+    assert launch(end_with_a_message, Team(2, threads=1)) == 1
+    (said,) = [text for text in capfd.readouterr().err.splitlines() if "error" in text]
+    assert said.startswith("fl-lightning: error: not all of the 2 processes that were expected have met within 1 s; ")
+    assert said.endswith("see that each may open files enough (ulimit -n), and reaches 127.0.0.1")
 
 
 def test_what_a_job_of_several_machines_left_is_not_asked(monkeypatch):
