@@ -126,6 +126,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         self._place = ""  # where the run is to be seen
         self._draws = True  # tables and pictures
         self._logged = 0  # rounds that W&B has
+        self._tabled = -1  # the round of the last table; -1 for none
         self._done = 0  # rounds that the run has
         self._past_step = 0  # W&B's last step in an earlier process of the run
         self._coming: dict[str, Any] = {}  # values of somebody else's for the next round's row
@@ -155,6 +156,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         run.define_metric("*", step_metric="round")
         run.config.update(self._facts(), allow_val_change=True)
         self._look_back(earlier)
+        self._tabled = self._logged or -1
         self._catch_up()
         self._done = start.rows[-1]["round"] if start.rows else 0
 
@@ -182,9 +184,11 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         round = record.row["round"]
         step = self._step_of(round)
         if self._draws:
+            table = wandb_media.wants_table(round, self._rounds, self._tabled)
             try:
-                with wandb_media.drawn(self._start, record, self.folder, first=self._logged == 0) as more:
+                with wandb_media.drawn(self._start, record, self.folder, self._logged == 0, table) as more:
                     self._experiment.log({**numbers, **more}, step=step, commit=True)
+                self._tabled = round if table and record.evaluated else self._tabled
                 return
             except Exception as error:  # e.g. W&B asks its server about each table, at once
                 failure, self._draws = error, False

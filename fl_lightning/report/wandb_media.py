@@ -17,10 +17,27 @@ from fl_lightning.report.run_logger import RoundRecord, Row, RunStart
 
 HISTOGRAMS = ("Local-T", "Local-T_received")
 BINS = 20
+TABLES = 100
+"""Tables of a run: W&B shows no more of them, and each is three files."""
+
+
+def wants_table(round: int, rounds: int, last: int) -> bool:
+    """Whether a round gets its table: all do in up to 199 rounds, else some that are evenly spread, and the last one.
+
+    Args:
+        round: an evaluated one.
+        rounds: that the run will have.
+        last: the round that got one last; -1 for none.
+
+    >>> [wants_table(round, 300, last) for round, last in ((1, -1), (2, 1), (3, 1), (5, 3), (7, 3), (300, 299))]
+    [True, False, True, False, True, True]
+    """
+    apart = max(1, rounds // TABLES)
+    return round // apart > last // apart or round == rounds
 
 
 @contextmanager
-def drawn(start: RunStart, record: RoundRecord, folder: Path, first: bool) -> Iterator[dict[str, Any]]:
+def drawn(start: RunStart, record: RoundRecord, folder: Path, first: bool, table: bool) -> Iterator[dict[str, Any]]:
     """Tables and pictures of a round, by name; they are to be logged before the context ends.
 
     Args:
@@ -28,24 +45,20 @@ def drawn(start: RunStart, record: RoundRecord, folder: Path, first: bool) -> It
         record: the round.
         folder: where W&B's files lie.
         first: whether W&B has no round yet, and gets the picture of who holds what.
+        table: whether the clients' table is among them, where they were evaluated.
     """
     with tempfile.TemporaryDirectory() as pictures, _own_data_folder(folder):
-        found = of_clients(start, record.client_rows) if record.evaluated else {}
+        found = of_clients(start, record.client_rows, table) if record.evaluated else {}
         yield found | of_classes(start, record, Path(pictures), first)
 
 
-def of_clients(start: RunStart, rows: Sequence[Row]) -> dict[str, Any]:
+def of_clients(start: RunStart, rows: Sequence[Row], table: bool = True) -> dict[str, Any]:
     """A table of the clients, and histograms over those that count in means: no attackers, nobody who joined later."""
     import wandb
 
     if not rows:
         return {}
-    held = dict(enumerate((start.class_counts > 0).sum(1).tolist()))
-    names = [name for name in rows[0] if name != "round"]
-    columns = [*names[:4], "classes", *names[4:]]
-    cells = [{**row, "classes": held.get(row["client"])} for row in rows]
-    table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in cells])
-    found: dict[str, Any] = {"clients/table": table}
+    found: dict[str, Any] = {"clients/table": _table(start, rows)} if table else {}
     counted = those_that_count(rows, start.num_founders)
     for name in HISTOGRAMS:
         known = [row[name] for row in counted if row.get(name) is not None]
@@ -53,6 +66,16 @@ def of_clients(start: RunStart, rows: Sequence[Row]) -> dict[str, Any]:
             counts = np.histogram(known, bins=BINS, range=(0, 1))
             found[f"clients/{name}"] = wandb.Histogram(np_histogram=counts)
     return found
+
+
+def _table(start: RunStart, rows: Sequence[Row]) -> Any:
+    import wandb
+
+    held = dict(enumerate((start.class_counts > 0).sum(1).tolist()))
+    names = [name for name in rows[0] if name != "round"]
+    columns = [*names[:4], "classes", *names[4:]]
+    cells = [{**row, "classes": held.get(row["client"])} for row in rows]
+    return wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in cells])
 
 
 def of_classes(start: RunStart, record: RoundRecord, folder: Path, first: bool) -> dict[str, Any]:

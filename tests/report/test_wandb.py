@@ -206,6 +206,23 @@ def clients():
     ]
 
 
+@pytest.mark.parametrize(
+    ("rounds", "every", "tables"),
+    [(5, 1, [1, 2, 3, 4, 5]), (600, 1, [1, *range(6, 601, 6)]), (600, 5, [5, 10, 15, 20, 25, 30, 40, 45])],
+)
+def test_a_hundred_rounds_of_many_have_a_table(logger, rounds, every, tables):
+    """Each had one, of three files; those that are not evaluated have none."""
+    made = logger()
+    made._rounds = rounds
+    for round in range(1, min(rounds, 45) + 1):
+        made.log_round(RoundRecord(row(round), clients(), round % every == 0))
+    made.log_round(RoundRecord(row(rounds), clients()))
+    logged = [step for step, values in made.run.steps.items() if "clients/table" in values]
+    assert logged == sorted({*(own for own in tables if own <= 45), rounds})
+    drawn = [step for step, values in made.run.steps.items() if "clients/Local-T" in values]
+    assert drawn == sorted({*range(every, min(rounds, 45) + 1, every), rounds})
+
+
 def test_failure_of_a_table_leaves_the_numbers(logger, capsys):
     made = logger(fails_on=["clients/table"])
     for round in (1, 2):
