@@ -788,3 +788,21 @@ def test_notes_of_runs_of_one_name_say_which_folder_is_meant(tmp_path):
     runs = [read_run(make_run(tmp_path / folder), "report") for folder in ("a", "b")]
     named = [replace(run, summary={**run.summary, "name": name}) for run, name in zip(runs, "xx", strict=True)]
     assert [name for name, _ in _named([*runs[:1], *named])] == [runs[0].name, str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_dark_page_is_printed_light_and_large(comparison, tmp_path, chromium):
+    """Grids were as dark as ink, charts half as large, and some were drawn again while they were printed."""
+    (path,) = write_page(members_of(*comparison), tmp_path / "page.html", "Three methods")
+    page = chromium.new_page(color_scheme="dark", viewport={"width": 1300, "height": 800})
+    page.set_default_timeout(20_000)
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=yes]")
+    plot = page.locator("#local-t svg.marks")
+    plot.evaluate("node => { node.dataset.kept = 'yes' }")
+    page.emulate_media(media="print", color_scheme="light")
+    page.wait_for_timeout(300)
+    assert plot.evaluate("node => node.dataset.kept") == "yes"
+    stroke = "node => getComputedStyle(node).stroke"
+    assert page.locator("#local-t .role-axis-grid line").first.evaluate(stroke) == "rgb(221, 221, 221)"
+    columns = "node => getComputedStyle(node).gridTemplateColumns.split(' ').length"
+    assert page.locator(".grid").first.evaluate(columns) == 1

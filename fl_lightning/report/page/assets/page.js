@@ -257,7 +257,8 @@
   };
 
   byId("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; return themed(); });
-  system.addEventListener("change", themed);
+  // For the paper the system turns light and back, sooner than all can be drawn again.
+  system.addEventListener("change", () => (window.matchMedia("print").matches ? undefined : themed()));
   byId("print").addEventListener("click", async () => {
     const before = root.dataset.theme;
     root.dataset.theme = "light";
