@@ -147,7 +147,7 @@ def tensors_as_bytes(state: Any) -> memoryview:
 
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return buffer.getbuffer()
+    return memoryview(buffer.getvalue())  # no copy; a view of the buffer itself may outlive it, as Python 3.13 says
 
 
 def require_readable(state: Any) -> None:

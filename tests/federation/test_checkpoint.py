@@ -168,7 +168,7 @@ def test_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
 def test_failing_serialisation_leaves_the_old_file(tmp_path):
     path = tmp_path / "state.ckpt"
     save_tensors(path, {"a": torch.ones(3)})
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match="local object"):  # Python 3.13 leaves out `pickle`
         save_tensors(path, {"a": lambda: None})
     assert load_tensors(path, "--resume")["a"].tolist() == [1, 1, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["state.ckpt"]

@@ -13,7 +13,7 @@ from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.segments import HEADER, Record, SegmentLog, load_state, verify_states
 from fl_lightning.federation.state_index import packed_index, unpacked_index
 from fl_lightning.files import WriteError
-from fl_lightning.sealed import save_tensors
+from fl_lightning.sealed import plain_tensors, save_tensors, tensors_as_bytes
 
 CLIENTS = 40
 
@@ -204,3 +204,10 @@ def test_index_comes_back_and_others_are_none():
     others += [{**good, "segments": 3}, {**good, "segments": []}, {**good, "places": None}]
     others += [{**good, "places": changed} for changed in (places[:, :4], -places, places.float(), places[0])]
     assert [unpacked_index(other) for other in others] == [None] * len(others)
+
+
+def test_a_state_in_bytes_leaves_no_buffer_behind():
+    """Where the garbage collector closed the buffer before its view, Python 3.13 printed a BufferError."""
+    content = tensors_as_bytes({"w": torch.arange(3.0)})
+    assert type(content.obj) is bytes
+    assert plain_tensors(bytes(content), "state", "--resume")["w"].tolist() == [0, 1, 2]
