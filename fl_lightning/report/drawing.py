@@ -41,7 +41,8 @@ def trend(values: np.ndarray) -> np.ndarray:
     if len(values) <= LONG:
         return values
     window = np.ones(len(values) // SHARE | 1)
-    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+    means = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+    return np.clip(means, values.min(), values.max())  # or rounding would be all that a constant curve's axis shows
 
 
 @contextmanager

@@ -62,12 +62,7 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     labels = [textwrap.fill(_label(line), int((WIDTH - 1.1) / LEGEND_LETTER)) for line in runs]
     columns = max(1, min(len(runs), int(WIDTH / (1.1 + LEGEND_LETTER * max(map(len, labels))))))
     legend = 0.25 + 0.2 * -(-sum(label.count("\n") + 1 for label in labels) // columns)
-    how = ["mean and ± std over seeds"] if any(len(line.runs) > 1 for line in runs) else []
-    how += [SAID] if any(len(run.rows) > LONG for line in runs for run in line.runs) else []
-    said = title_lines(f"{title}: {'; '.join(how)}" if how else title, WIDTH)
-    size = (WIDTH, 0.2 + 0.2 * len(said) + HEIGHT * rows + legend)
-    figure = Picture(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    figure.suptitle("\n".join(said), x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
+    figure = Picture(dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     grid = figure.subplots(rows, across, squeeze=False).ravel()
     marked = set[int]()
     for axes, (name, named, is_share) in zip(grid, panels, strict=False):
@@ -80,6 +75,11 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     looks = [_of_line(line, place in alike) for place, line in enumerate(runs)]
     handles = [Line2D([], [], color=colour, linewidth=2.2, **look) for colour, look in zip(colours, looks, strict=True)]
     add_legend(figure, handles, labels, loc="outside lower left", ncols=columns, fontsize=9, handlelength=HANDLE)
+    how = ["mean and ± std over seeds"] if any(len(line.runs) > 1 for line in runs) else []
+    how += [SAID] if any(len(line.get_xydata()) > LONG for axes in grid for line in axes.lines) else []
+    said = title_lines(f"{title}: {'; '.join(how)}" if how else title, WIDTH)
+    figure.set_size_inches(WIDTH, 0.2 + 0.2 * len(said) + HEIGHT * rows + legend)
+    figure.suptitle("\n".join(said), x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
     return figure
 
 
@@ -149,7 +149,7 @@ def _draw_curve(axes: Axes, curve: Curve, line: Series, factor: float, place: in
 def _draw_band(axes: Axes, curve: Curve, line: Series, factor: float, strength: float) -> None:
     """Draw a curve's ± std over seeds: a band, or a bar where one round has it; fainter below a strength of 1."""
     known = np.isfinite(curve.std)
-    rounds, mean, std = curve.rounds[known], trend(factor * curve.mean[known]), trend(factor * curve.std[known])
+    rounds, mean, std = curve.rounds[known], trend(factor * curve.mean)[known], trend(factor * curve.std[known])
     if len(rounds) == 1:
         axes.errorbar(rounds, mean, std, fmt="none", ecolor=line.light, alpha=0.5 * strength, capsize=4)
     elif len(rounds):

@@ -1,6 +1,7 @@
 """The dashboard as data, as a workspace of W&B's own package, and as a picture."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -110,6 +111,23 @@ def test_picture_of_many_rounds_shows_where_they_go(tmp_path):
     figure = draw_panel_grid([("Local-T", ("Local-T",), True)], lines, "runs")
     assert [np.ptp(line.get_ydata()) for line in figure.axes[0].lines] == pytest.approx([50 / 11, 50])
     assert figure.get_suptitle() == "runs: running means over 2 % of the rounds, each value faintly"
+
+
+def test_picture_of_many_rounds_that_are_tested_seldom_says_nothing_of_means(tmp_path):
+    """All its curves are drawn as they are."""
+    rows = [{"round": round, "Local-T": None if round % 2 else 0.5} for round in range(1, 401)]
+    lines = series_of([Member(read_run(make_run(tmp_path / "a", "One", rows), "test"))])
+    assert draw_panel_grid([("Local-T", ("Local-T",), True)], lines, "runs").get_suptitle() == "runs"
+
+
+def test_band_of_many_rounds_lies_around_its_curve(tmp_path):
+    """The second seed has come to so few rounds that a mean over those alone would be another one."""
+    rows = [{"round": round, "Local-T": round % 2 / 2} for round in range(1, 1001)]
+    runs = [read_run(make_run(tmp_path / str(last), "One", rows[:last]), "test") for last in (1000, 100)]
+    lines = [replace(series_of([Member(runs[0])])[0], runs=tuple(runs))]
+    (axes,) = draw_panel_grid([("Local-T", ("Local-T",), True)], lines, "runs").axes
+    band = axes.collections[0].get_paths()[0].vertices
+    assert np.ptp(band[band[:, 0] > 20, 1]) < 5
 
 
 def test_picture_says_that_seeds_have_come_to_other_rounds(tmp_path, monkeypatch):

@@ -81,6 +81,13 @@ def test_learning_curves_of_many_rounds_show_where_they_go(rounds, long):
     assert labels == {"round (running means over 2 % of the rounds, each value faintly)" if long else "round"}
 
 
+def test_means_of_a_constant_curve_are_its_value():
+    """They differed by rounding, and the axis showed that alone."""
+    rows = [{"round": round, "Local-T": 1 / 3} for round in range(1, 3001)]
+    low, high = draw_learning_curves(rows, "a run").axes[0].get_ylim()
+    assert high - low > 1
+
+
 @pytest.mark.parametrize("terms", [(), ("cross_entropy",), ("cross_entropy", "prototype", "contrast")])
 def test_learning_curves_draw_the_terms_only_if_there_are_several(tmp_path, terms):
     image = pixels(learning_curves(make_rows(20, terms=terms), tmp_path / "curves.png", "a run"))
