@@ -145,7 +145,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             shared = Shared()
             if with_shared:
                 shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0])
-            return RoundRecord(numbers, clients, evaluated, shared.rows, shared.relations)
+            return RoundRecord(numbers, clients, evaluated, shared.rows, shared.relations, bool(loop.ended))
 
         self._loggers.log_round(row, record)
 

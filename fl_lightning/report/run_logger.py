@@ -57,6 +57,7 @@ class RoundRecord:
         evaluated: whether clients were evaluated in it.
         shared: what the federation shares of each class, by name: [C, K], NaN in the rows of absent classes.
         relations: names in `shared` whose rows say how a class relates to all classes; the others' rows are points.
+        ends_early: whether the run ends with it, before its last round.
     """
 
     row: Row
@@ -64,6 +65,7 @@ class RoundRecord:
     evaluated: bool = True
     shared: Mapping[str, np.ndarray] = field(default_factory=dict)
     relations: frozenset[str] = frozenset()
+    ends_early: bool = False
 
 
 class RunLogger(ABC):

@@ -184,7 +184,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         round = record.row["round"]
         step = self._step_of(round)
         if self._draws:
-            table = wandb_media.wants_table(round, self._rounds, self._tabled)
+            table = record.ends_early or wandb_media.wants_table(round, self._rounds, self._tabled)
             try:
                 with wandb_media.drawn(self._start, record, self.folder, self._logged == 0, table) as more:
                     self._experiment.log({**numbers, **more}, step=step, commit=True)

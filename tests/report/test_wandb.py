@@ -223,6 +223,15 @@ def test_a_hundred_rounds_of_many_have_a_table(logger, rounds, every, tables):
     assert drawn == sorted({*range(every, min(rounds, 45) + 1, every), rounds})
 
 
+def test_round_that_ends_a_run_early_has_a_table(logger):
+    """Its last table was of an earlier round."""
+    made = logger()
+    made._rounds = 600
+    for round in range(1, 6):
+        made.log_round(RoundRecord(row(round), clients(), ends_early=round == 5))
+    assert [step for step, values in made.run.steps.items() if "clients/table" in values] == [1, 5]
+
+
 def test_failure_of_a_table_leaves_the_numbers(logger, capsys):
     made = logger(fails_on=["clients/table"])
     for round in (1, 2):
