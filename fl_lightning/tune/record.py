@@ -66,12 +66,22 @@ class Record:
         rows, _ = self._before or written_before(self.folder)
         return {row.runs for row in self._of_before(contender, rows) if row.state == "pruned"}
 
+    def _known(self, found: Mapping[str, Sequence[Trial]]) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
+        """What the files say: of the methods that are searched here as this start found them, of others as of now.
+
+        Another process may search for those meanwhile.
+        """
+        rows_now, lines_now = written_before(self.folder)
+        rows, lines = self._before or ({}, {})
+        own = {in_spreadsheet(name) for name, trials in found.items() if trials and self._before}
+        return {**rows, **{name: said for name, said in rows_now.items() if name not in own}}, {**lines, **lines_now}
+
     def _of_before(self, contender: Contender, rows: Mapping[str, list[list[str]]]) -> list[Written]:
         return of_settings(rows.get(in_spreadsheet(contender.name), []), self._settings(contender))
 
     def write(self, found: dict[str, list[Trial]]) -> str:
         """Write `trials.csv`, `tune.md` and an overlay a method, none where every trial failed; returns the table."""
-        rows_before, lines_before = self._before or written_before(self.folder)
+        rows_before, lines_before = self._known(found)
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow([*HEAD[:3], str(self.search.monitor), *HEAD[3:]])

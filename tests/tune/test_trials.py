@@ -461,6 +461,7 @@ def start(tmp_path):
         only=(),
         values="[0.1, 0.2, 0.3, 0.4]",
         monitor="Local-T.last",
+        meanwhile=lambda: None,
     ):
         text = SEARCH.replace("search: optuna", "search: grid").replace("Local-T.last", monitor)
         text = text.replace("{low: 0.0, high: 1.0}", values).replace(", method.init_args.mode: [a, b]", "")
@@ -472,6 +473,7 @@ def start(tmp_path):
 
         def run_batch(batch, median):
             (trial,) = batch
+            meanwhile()
             if trial.number == dies_at:
                 raise KeyboardInterrupt
             rate = trial.point["optimizer.init_args.lr"]
@@ -533,6 +535,14 @@ def test_a_search_that_is_killed_has_told_what_it_knew(start, tmp_path):
     start()
     assert of_method(tmp_path)[0][:3] == rows
     assert of_method(tmp_path)[1].startswith("| Method | 4 | 100.00 | lr 0.3 |")
+
+
+def test_two_starts_at_once_leave_each_other_what_they_found(start, tmp_path):
+    """The one that ended last wrote what it had found when it began: the other's trials were gone."""
+    start(only=["Method"], meanwhile=lambda: start(only=["Other"]))
+    assert len(of_method(tmp_path)[0]) == 4
+    rows, line = of_method(tmp_path, "Other")
+    assert ([row["state"] for row in rows], line) == (["complete"], "| Other | 1 | 80.00 | lr 0.1 |")
 
 
 def test_a_choice_of_other_settings_is_told_from_todays(start, tmp_path):
