@@ -163,7 +163,7 @@ class Tuning:
             try:
                 return self.cells_at(contender, point)
             except ConfigError as error:
-                if not _speaks_of(str(error), point):
+                if not _of_choice(str(error), point):
                     raise
                 refused.append(error)
         raise refused[0]
@@ -200,7 +200,7 @@ class Tuning:
         try:
             return Trial(number, point, self.cells_at(contender, point), handle=handle)
         except ConfigError as error:
-            if not _speaks_of(str(error), point):
+            if not _of_choice(str(error), point):
                 raise
             say(f"fl-lightning: {contender.name}, {said_of(point)}: {error}")
             return Trial(number, point, state="failed", handle=handle)
@@ -282,6 +282,16 @@ def _speaks_of(line: str, keys: Iterable[str]) -> bool:
     """Whether a message names one of the keys, with or without ``init_args``."""
     plain = line.replace(".init_args", "")
     return any(re.search(rf"(?<![\w.]){re.escape(key.replace('.init_args', ''))}(?!\w)", plain) for key in keys)
+
+
+def _of_choice(line: str, keys: Iterable[str]) -> bool:
+    """Whether what is refused before any run is of a choice: it names a key, or a class of which one is an argument.
+
+    Constructors refuse arguments together (``optimizer: SGD: Nesterov momentum requires a momentum``).
+    """
+    parts = [key.replace(".init_args", "").split(".") for key in keys]
+    above = {".".join(names[:count]) for names in parts for count in range(1, len(names))}
+    return _speaks_of(line, keys) or any(re.search(rf"(?<![\w.]){re.escape(name)}: ", line) for name in above)
 
 
 def tune(argv: Sequence[str], command: Command) -> int:

@@ -263,6 +263,19 @@ pruning: false
         assert (code, "2 runs: all are finished" in out) == (0, True)
 
 
+def test_choices_that_a_class_refuses_together_are_a_trial_that_failed(place):
+    """Its line names the class alone, which ended the search, also where it had run for days."""
+    space = "{optimizer.init_args.nesterov: [false, true], optimizer.init_args.momentum: [0.9, 0.0]}"
+    row = f"  FedAvg: {{set: {{optimizer: {{class_path: SGD, init_args: {{lr: 0.1}}}}}}, space: {space}}}\n"
+    place.write("small.yaml", TUNE.partition("  FedRep")[0].replace("trials: 2", "trials: 4") + row)
+    code, out, err = place.call("tune", "small.yaml", "--dry-run")
+    assert (code, "3 runs: 3 to do" in out) == (0, True), out + err
+    assert "FedAvg, nesterov True, momentum 0.0: " in err
+    assert "optimizer: SGD: Nesterov momentum requires a momentum" in err
+    code, out, err = place.call("tune", "small.yaml", "--dry-run", "--optimizer.weight_decay=-1.0")
+    assert (code, "weight_decay" in err, out) == (2, True, "")  # of every trial
+
+
 def test_trials_of_data_that_have_changed_since_do_not_stand_beside_todays(place):
     def data(noise):
         rows = [f"{i % 7 - 3},{(i * noise) % 5},{'ab'[i % 2]}" for i in range(80)]
