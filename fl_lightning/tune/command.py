@@ -207,6 +207,7 @@ class Tuning:
 
     def _run_batch(self, batch: Sequence[Trial], median: Median) -> int:
         cells = [cell for trial in batch for cell in trial.cells]
+        self._announce(batch)
         with Progress(self.console, cells) as progress:
 
             def told(crew: Crew) -> None:
@@ -231,6 +232,15 @@ class Tuning:
             why = "no run has it, or its validation parts are empty"
             self.refusal = self.refusal or f"monitor: {why}, got {str(self.search.monitor)!r}"
         return 0 if code == 1 and all(state != "failed" for state in states.values()) else code
+
+    def _announce(self, batch: Sequence[Trial]) -> None:
+        """Say which points are tried, of how many: what follows counts their runs, and the time that these take."""
+        budgets = {contender.name: self.record.budget(contender) for contender in self.contenders}
+        for trial in batch:
+            if not all(cell.finished for cell in trial.cells):
+                name = trial.cells[0].row.name
+                said = f"{name}, trial {trial.number + 1} of {budgets[name]}: {said_of(trial.point)}"
+                self.console.print(said, highlight=False, soft_wrap=True)
 
     def _lacks_monitor(self, cell: Cell) -> bool:
         """Whether a run has nothing to be judged by, and no other one will.

@@ -140,11 +140,11 @@ class Record:
 
     def _how_many(self, contender: Contender, rows: Sequence[Written]) -> str:
         """How many trials have ended; of how many, where the search was stopped."""
-        ended, budget = sum(row.state != "stopped" for row in rows), self._budget(contender)
+        ended, budget = sum(row.state != "stopped" for row in rows), self.budget(contender)
         whole = ended == budget or (ended == len(rows) and contender.name not in self.unfinished)
         return f"{ended}" if whole else f"{ended} of {budget}, stopped"
 
-    def _budget(self, contender: Contender) -> int:
+    def budget(self, contender: Contender) -> int:
         """How many trials a method has."""
         search = self.search
         return grid_size(contender, search.trials) if search.kind == "grid" else search.trials
@@ -176,7 +176,7 @@ class Record:
 
     def _fewer(self) -> str:
         """Which methods' grids are smaller than the budget."""
-        sizes = {own.name: self._budget(own) for own in self.search.contenders}
+        sizes = {own.name: self.budget(own) for own in self.search.contenders}
         said = [f"{in_markdown(name)} {size}" for name, size in sizes.items() if size < self.search.trials]
         return f", or all points of a grid that has fewer ({', '.join(said)})" if said else ""
 

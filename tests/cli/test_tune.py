@@ -51,6 +51,8 @@ def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
     with (folder / "trials.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["state"] for row in rows] == ["complete"] * 2
+    tried = [f"FedRep, trial {int(row['trial']) + 1} of 2: {row['choice']}" for row in rows]
+    assert [line for line in out.splitlines() if ", trial " in line] == tried  # "1 of 1 runs, 0 s left" was all
     figures = {row["choice"]: float(row["Local-T_received.last"]) for row in rows}
     assert figures["lr 0.2"] > figures["lr 0.0001"]
     for row in rows:
@@ -70,7 +72,7 @@ def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
         row["runs"]: (place.path / "runs/cells" / row["runs"] / "summary.json").stat().st_mtime_ns for row in rows
     }
     code, out, err = place.call("tune", "small.yaml")  # nothing is run again
-    assert code == 0, err
+    assert (code, ", trial " in out) == (0, False), err
     now = {name: (place.path / "runs/cells" / name / "summary.json").stat().st_mtime_ns for name in stamps}
     assert now == stamps
 
