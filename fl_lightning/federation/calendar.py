@@ -74,12 +74,12 @@ class Calendar:
 
     def is_last_fit(self, client: int, round: int) -> bool:
         """Whether a client takes part in no later round."""
-        while (first := next(iter(self._known), round)) < round:  # of no use any more, and one a round for ever
-            del self._known[first]
         return not any(self.takes_part(client, later) for later in range(round + 1, self.settings.rounds + 1))
 
     def may_be_last_fit(self, client: int, round: int) -> bool:
         """Whether a client may take part in no later round: nobody knows where the run may be stopped early."""
+        while (first := next(iter(self._known), round)) < round:  # of no use any more, and one a round for ever
+            del self._known[first]
         return self.settings.early_stopping is not None or self.is_last_fit(client, round)
 
     def is_last_before_evaluation(self, client: int, round: int) -> bool:

@@ -6,6 +6,7 @@ import pytest
 from fl_lightning import Experiment
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.early_stopping import EarlyStopping
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.settings import Federation, Newcomers
 
@@ -14,19 +15,21 @@ def calendar(num_clients=10, seed=0, **options):
     return Calendar(Federation(**options), num_clients, seed)
 
 
-def test_what_is_known_of_rounds_that_are_over_is_forgotten():
+@pytest.mark.parametrize("early_stopping", [None, EarlyStopping(patience=5)])
+def test_what_is_known_of_rounds_that_are_over_is_forgotten(early_stopping):
     """It was kept in every process, and grew with the participants of every round."""
-    own = calendar(participation=0.5, rounds=60)
+    options = {"participation": 0.5, "rounds": 60, "evaluate_every": 5, "early_stopping": early_stopping}
+    own = calendar(**options)
     known = []
     for round in range(1, 61):
         for client in own.participants(round):
-            again = calendar(participation=0.5, rounds=60).may_be_last_fit(client, round)
-            assert own.may_be_last_fit(client, round) == again
+            for ask in (Calendar.may_be_last_fit, Calendar.is_last_before_evaluation):
+                assert ask(own, client, round) == ask(calendar(**options), client, round)
         known.append(sorted(own._known))
     assert all(min(rounds) >= round for round, rounds in enumerate(known, 1) if rounds)
     assert max(map(len, known)) < 30
     assert [own.last_fit(client, 60) for client in range(10)] == [
-        calendar(participation=0.5, rounds=60).last_fit(client, 60) for client in range(10)
+        calendar(**options).last_fit(client, 60) for client in range(10)
     ]
 
 
