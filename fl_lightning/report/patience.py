@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 Outcome = tuple[Any, BaseException | None]
+Calls = SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Outcome]] | None]
+"""What is to be called, and where its outcome goes; None ends the thread."""
 
 
 class Patience:
     """Makes calls one after another in a thread of its own; who waits for one goes on when it takes too long.
 
-    The thread is given up with the call that it is stuck in: all later calls fail at once.
+    The thread ends once nobody has the object any more, and holds nothing of a call that is over: a process may make
+    many runs. It is given up with the call that it is stuck in: all later calls fail at once.
     """
 
     stuck: bool = False
     """Whether a call of this process never came back, so that its end must not wait for what the service still does."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Outcome]]] = SimpleQueue()
+        self._calls: Calls = SimpleQueue()
+        weakref.finalize(self, self._calls.put, None).atexit = False
         self._thread: threading.Thread | None = None
         self._is_stuck = False
 
@@ -39,7 +44,7 @@ class Patience:
         if self._is_stuck:
             raise TimeoutError("an earlier call never came back")
         if self._thread is None or not self._thread.is_alive():  # none yet, or this process was forked
-            self._thread = threading.Thread(target=self._serve, daemon=True, name="patience")
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="patience")
             self._thread.start()
         outcome: SimpleQueue[Outcome] = SimpleQueue()
         self._calls.put((function, outcome))
@@ -52,10 +57,12 @@ class Patience:
             raise error
         return result
 
-    def _serve(self) -> None:
-        while True:
-            function, outcome = self._calls.get()
-            try:
-                outcome.put((function(), None))
-            except BaseException as error:  # whoever waits gets it
-                outcome.put((None, error))
+
+def _serve(calls: Calls) -> None:
+    while (call := calls.get()) is not None:
+        function, outcome = call
+        try:
+            outcome.put((function(), None))
+        except BaseException as error:  # whoever waits gets it
+            outcome.put((None, error))
+        del call, function, outcome  # or the last one, and whose it was, would be kept

@@ -1,5 +1,6 @@
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,23 @@ def test_call_gives_what_the_function_returns_in_one_thread_of_its_own():
     threads = {patience.call(threading.get_ident, 5.0) for _ in range(3)}
     assert len(threads) == 1
     assert threading.get_ident() not in threads
+
+
+def test_thread_ends_with_the_object_and_keeps_nothing_of_what_it_called():
+    """A thread, a logger and all that it had been told stayed of every fit in a process."""
+    patience, said = Patience(), threading.Event()  # what a call holds
+    told = weakref.ref(said)
+    patience.call(said.is_set, 5.0)
+    thread = patience._thread
+    del said
+    deadline = time.monotonic() + 5
+    while told() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert told() is None
+    assert thread.is_alive()
+    del patience
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 def test_error_reaches_the_caller():
