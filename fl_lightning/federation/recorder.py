@@ -35,7 +35,7 @@ from fl_lightning.report.record import (
     read_rows,
     summarise,
 )
-from fl_lightning.report.run_logger import RoundRecord, RunStart
+from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart
 from fl_lightning.sealed import write_json
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
@@ -102,6 +102,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         notice = self.tables.start(loop.round, self._before)
         if notice:
             say(notice)
+        asked = any(isinstance(logger, RunLogger) for logger in self.loggers)  # of rows without end in a long run
         self._loggers.begin(
             RunStart(
                 self.folder,
@@ -111,7 +112,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
                 loop.data.class_counts(),
                 loop.settings.rounds,
                 read_metrics(self.folder),
-                read_packed(self.folder / "clients.csv"),
+                read_packed(self.folder / "clients.csv") if asked else (),
                 loop.patience.monitor,
                 loop.patience.less,
                 loop.num_clients,

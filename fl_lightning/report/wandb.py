@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,6 +158,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         self._look_back(earlier)
         self._tabled = self._logged or -1
         self._catch_up()
+        self._start = replace(start, rows=(), client_rows=())  # of all rounds before, which nobody asks for again
         self._done = start.rows[-1]["round"] if start.rows else 0
 
     def wants_shared(self, round: int) -> bool:

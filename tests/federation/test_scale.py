@@ -6,18 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.population import Population
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.report.record import read_rows
+from fl_lightning.report.run_logger import RunLogger
 
 PARTICIPANTS = EvaluationPolicy(clients="participants")
 
@@ -105,6 +108,25 @@ def test_row_and_table_are_of_the_participants_alone(mlp, run_federation, tmp_pa
 
 def test_run_of_participants_alone_resumes(mlp, assert_resumes):
     assert_resumes(lambda: FedRep(mlp()), rounds=4, participation=0.5, evaluate=PARTICIPANTS)
+
+
+def test_clients_of_the_rounds_before_are_read_for_loggers_that_take_them_alone(
+    mlp, run_federation, tmp_path, monkeypatch
+):
+    """A run of a million rows that was resumed took seconds and half a gigabyte for them, and let them go."""
+
+    class Told(RunLogger):
+        def begin(self, start):
+            self.rows = start.client_rows
+
+        wants_shared = log_round = end = print
+
+    loop = run_federation(lambda: FedRep(mlp()), rounds=1, folder=tmp_path, callbacks=[Recorder(tmp_path, {})])
+    told = Told()
+    Recorder(tmp_path, {}, Loggers([told])).on_run_start(loop)
+    monkeypatch.setattr("fl_lightning.federation.recorder.read_rows", None)
+    Recorder(tmp_path, {}, Loggers([DummyLogger()])).on_run_start(loop)
+    assert [row["client"] for row in told.rows] == list(range(4))
 
 
 # --- a million registered clients -------------------------------------------------------------------------------------

@@ -272,6 +272,7 @@ def test_failure_at_the_end_is_harmless(logger, capsys, monkeypatch):
 def test_rounds_that_the_server_has_are_not_logged_again(logger):
     """W&B's next step is 3, the checkpoint's round 4: rounds 3 and 4 are caught up with, round 4 is not done twice."""
     made = logger(rows=[row(round) for round in (1, 2, 3, 4)], starting_step=3)
+    assert made._start.rows == ()  # which would stay with all their clients as long as the run
     for round in (4, 5):
         made.log_round(RoundRecord(row(round), evaluated=False))
     assert list(made.run.steps) == [3, 4, 5]
