@@ -159,7 +159,7 @@ def sign_in(folder: Path) -> Iterator[Path]:
         WriteError: if the system refuses.
     """
     path = _beside(folder / "sign")
-    with writing(path):
+    with writing(folder):  # nobody knows the other name
         path.touch()
     try:
         yield path

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.thread import _threads_queues
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import Process, active_children
@@ -189,7 +189,10 @@ def _check_files(team: Team, start_method: str) -> None:
     import resource
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    inherited = len(os.listdir("/proc/self/fd")) if start_method == "fork" else 0
+    inherited = 0
+    if start_method == "fork":
+        with suppress(OSError):  # without /proc
+            inherited = sum(int(number) < allowed for number in os.listdir("/proc/self/fd"))
     needed = inherited + FILES + 2 * team.size
     if 0 <= allowed < needed:
         raise OSError(errno.EMFILE, f"ulimit -n is {allowed}, and {team.size} workers need {needed}")

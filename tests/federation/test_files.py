@@ -315,6 +315,13 @@ def test_folder_that_could_not_be_filled_goes_unless_a_checkpoint_is_in_it(check
     assert checkpoints.put_aside(2).name == "aside-0002"
 
 
+def test_sign_that_cannot_be_put_names_the_folder(tmp_path):
+    """It named a hidden file that nobody knows."""
+    gone = tmp_path / "gone"
+    with pytest.raises(WriteError, match=rf"^cannot write {gone}: No such"), files.sign_in(gone):
+        pass
+
+
 def test_only_what_the_dead_have_left_is_swept_where_several_write(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     names = {process: f".table.md.{process}-a1b2c3.tmp" for process in (int(dead.stdout), os.getpid(), 1, 10**12)}

@@ -92,6 +92,16 @@ def test_workers_that_may_not_open_files_enough_are_refused(monkeypatch, capsys)
     assert re.fullmatch(rf"fl-lightning: error: federation.workers: {why}\n", capsys.readouterr().err)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
+def test_files_that_take_no_place_or_cannot_be_counted_refuse_no_workers(monkeypatch):
+    """They ran before: in a container without /proc, and where what was opened under a higher limit stays open."""
+    monkeypatch.setattr("resource.getrlimit", lambda what: (30, 30))
+    monkeypatch.setattr(os, "listdir", lambda path: [*"012", *map(str, range(250, 270))])
+    launching._check_files(Team(2), "fork")
+    monkeypatch.setattr(os, "listdir", lambda path: os.stat("/nowhere/proc"))
+    launching._check_files(Team(2), "fork")
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_worker_that_never_comes_ends_the_meeting(monkeypatch, capfd):
