@@ -87,7 +87,7 @@ class Watch(threading.Thread):
             self._look()
         except Exception:  # the store is in the main process: torch raises several types when it is gone
             if not self._stopped.wait(3 * PERIOD):  # the main process may have ended in good order
-                self._end("worker 0 is gone", speaks=self.rank == 1)
+                self._end("worker 0 is gone", lost=0)
 
     def _look(self) -> None:
         self._who = [json.loads(self.store.get(f"who/{rank}")) for rank in range(self.size)]
@@ -95,7 +95,7 @@ class Watch(threading.Thread):
         since = dict.fromkeys(range(self.size), self._time)
         while not self._stopped.wait(PERIOD):
             if os.getppid() != self.parent:
-                self._end("the process that started the workers is gone", speaks=self.rank == 0)
+                self._end("the process that started the workers is gone")
             self._say()
             beats = [self.store.get(f"beat/{rank}") for rank in range(self.size)]
             self._looked = now = self._time
@@ -130,15 +130,20 @@ class Watch(threading.Thread):
             if self._who[rank]["machine"] == this_machine():  # another one may have the same name
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)  # it may be stopped, and deaf to anything milder
-        silent = f"worker {rank} of {self.size}{where} gave no sign of life for {self.limit:.0f} s"
-        self._end(silent, speaks=self.rank == (1 if rank == 0 else 0))
+        self._end(f"worker {rank} of {self.size}{where} gave no sign of life for {self.limit:.0f} s", lost=rank)
 
-    def _end(self, what: str, speaks: bool = True) -> None:
-        if not speaks:
-            time.sleep(PERIOD)  # let the one that speaks do so first
-        if speaks or not is_tethered():  # that one may have been lost with its machine
+    def _end(self, what: str, lost: int | None = None) -> None:
+        if self._speaks(lost):
             say(f"\nfl-lightning: error: {what}; {self.advice()}")
+        else:
+            time.sleep(PERIOD)  # let the one that speaks do so first
         give_up()
+
+    def _speaks(self, lost: int | None) -> bool:
+        """Whether this process is the first one that is left on its machine; other machines may be lost, too."""
+        unknown = range(self.size) if is_tethered() else [self.rank]
+        here = [rank for rank, who in enumerate(self._who) if who["machine"] == this_machine()] or unknown
+        return self.rank == min((rank for rank in here if rank != lost), default=self.rank)
 
 
 def give_up() -> NoReturn:

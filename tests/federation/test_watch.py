@@ -122,3 +122,21 @@ def test_lost_process_of_another_machine_of_the_same_name_is_not_killed_here(mon
     with pytest.raises(SystemExit):
         own._lose(1)
     assert killed == ([(4242, signal.SIGKILL)] if is_here else [])
+
+
+@pytest.mark.parametrize(
+    ("rank", "lost", "speaks"),
+    [(2, 0, True), (3, 0, False), (3, 2, True), (2, 3, True), (2, None, True), (3, 1, False)],
+)
+def test_one_process_of_torchruns_on_each_machine_says_who_is_lost(monkeypatch, capsys, rank, lost, speaks):
+    """Each did, and eight GPUs gave seven lines."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(watch, "PERIOD", 0.0)
+    own = watch.Watch(20.0, lambda: "begin anew")
+    own._who = [{"machine": "another"}] * 2 + [{"machine": watch.this_machine()}] * 2
+    with pytest.raises(SystemExit, match="1"):
+        own._end("a worker is gone", lost)
+    assert capsys.readouterr().err == ("\nfl-lightning: error: a worker is gone; begin anew\n" if speaks else "")
