@@ -122,15 +122,18 @@ def started_outside() -> tuple[int, int]:
         size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         return size, -(-size // local)  # where machines have different numbers, some number above 1
     if _by_slurm():
-        nodes = int(os.environ.get("SLURM_NNODES", "1"))
         try:
             size = SLURMEnvironment().world_size()
         except RuntimeError as error:  # Lightning's word on how the job was asked for
-            each = -(-int(os.environ["SLURM_NTASKS"]) // max(1, nodes))
+            each = -(-int(os.environ["SLURM_NTASKS"]) // _nodes_of_slurm())
             rule = f"SLURM must be told --ntasks-per-node={each}, and not --ntasks alone"
             raise ConfigError("federation.workers", rule) from error
-        return size, nodes if size > 1 else 1
+        return size, _nodes_of_slurm() if size > 1 else 1
     return 1, 1
+
+
+def _nodes_of_slurm() -> int:
+    return max(1, int(os.environ.get("SLURM_NNODES", "1")))
 
 
 def stand_alone() -> None:
