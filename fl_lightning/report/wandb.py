@@ -362,10 +362,11 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             if row["round"] > self._logged:
                 own = clients.get(row["round"], [])
                 evaluated = any(row.get(name) is not None for name in wandb_media.HISTOGRAMS)
-                self.log_round(RoundRecord(row, own, evaluated))
+                last = row is rows[-1]  # of a run that has ended early, as far as is known here
+                self.log_round(RoundRecord(row, own, evaluated, ends_early=last))
         if rows and self._experiment is not None:
-            last = {name: value for row in rows for name, value in row.items() if value is not None}
-            self._experiment.summary.update({**best, **last})
+            latest = {name: value for row in rows for name, value in row.items() if value is not None}
+            self._experiment.summary.update({**best, **latest})
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -229,6 +230,15 @@ def test_round_that_ends_a_run_early_has_a_table(logger):
     made._rounds = 600
     for round in range(1, 6):
         made.log_round(RoundRecord(row(round), clients(), ends_early=round == 5))
+    assert [step for step, values in made.run.steps.items() if "clients/table" in values] == [1, 5]
+
+
+def test_last_round_that_is_caught_up_with_has_a_table(logger, tmp_path):
+    """A run that had ended early without W&B had its last table of an earlier round."""
+    made = logger()
+    rows = [row(round) for round in range(1, 6)]
+    held = [{**client, "round": round} for round in range(1, 6) for client in clients()]
+    made.begin(replace(make_start(tmp_path, rows), rounds=600, client_rows=held))
     assert [step for step, values in made.run.steps.items() if "clients/table" in values] == [1, 5]
 
 
