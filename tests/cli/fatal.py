@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import os
+import pathlib
 import shutil
 import signal
 from pathlib import Path
@@ -76,6 +77,9 @@ class FatalOperations:
         os.open = self._open(os.open)
         builtins.open = io.open = self._open_stream(io.open)
         shutil._use_fd_functions = False  # its own set of functions that take open folders does not know these
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10's paths have taken the functions before
+        for name in ("mkdir", "unlink", "rmdir", "rename", "replace", "open") if accessor else ():
+            setattr(accessor, name, staticmethod(getattr(io if name == "open" else os, name)))
 
     def _named(self, name, original):
         def call(path, *arguments, dir_fd=None, **options):

@@ -3,6 +3,7 @@
 import json
 import shlex
 import struct
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -115,7 +116,8 @@ def netrc(tmp_path, monkeypatch):
 def test_key_is_found_without_asking(netrc, monkeypatch):
     assert not has_key("https://example.org")
     assert has_key("https://example.org", api_key="of W&B's settings")
-    netrc.write_text("machine example.org login user password secret\nmachine example.net login user\n")
+    keyless = "machine example.net login user\n" if sys.version_info >= (3, 11) else ""  # before, none is read then
+    netrc.write_text(f"machine example.org login user password secret\n{keyless}")
     assert has_key("https://example.org")
     assert has_key("https://example.org/path")
     for other in ("https://example.com", "https://example.org:8080", "https://example.net"):
