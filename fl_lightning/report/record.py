@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,8 @@ LOGGED = "logged.csv"
 """What fits have logged by themselves: a row a value, and a row without a client for the mean over those that count."""
 LOGGED_COLUMNS = ("round", "client", "value", "name")
 ACCURACIES = ("Local-T", "Global-T", "Server-T")
+_LONGEST = 18
+"""Digits of a whole number that surely fits into 64 bits."""
 
 
 class MetricsFile:
@@ -65,7 +68,9 @@ def read_rows(path: Path) -> list[Row]:
 
 def read_packed(path: Path) -> PackedRows:
     """The same for a file that may be long: a row a client and round."""
-    return _packed_in(content_of(path).decode(errors="replace")) if path.is_file() else PackedRows({})
+    if not path.is_file():
+        return PackedRows({})
+    return _packed_in(content_of(path).decode("utf-8-sig", errors="replace"))  # an editor puts a mark in front
 
 
 def rows_in(text: str) -> list[Row]:
@@ -75,9 +80,19 @@ def rows_in(text: str) -> list[Row]:
 
 def _packed_in(text: str) -> PackedRows:
     lines = text.replace("\0", "\ufffd").split("\n")[:-1]  # what follows the last line break was cut short
-    columns = [printable(name.rstrip("\r")) for name in lines[0].split(",")] if lines else []
+    columns = [printable(name) for name in _header(lines[0].rstrip("\r"))] if lines else []
     rows = (line.split(",") for line in islice(lines, 1, None))
     return packed(columns, (map(_number, cells) for cells in rows if len(cells) == len(columns)))
+
+
+def _header(line: str) -> list[str]:
+    """The names in a table's first line; one that has a comma stands in quotes."""
+    if '"' not in line:
+        return line.split(",")
+    try:
+        return next(csv.reader([line]))
+    except csv.Error:  # longer than any name
+        return []
 
 
 def ever_trained(rows: PackedRows) -> set[Any]:
@@ -88,10 +103,11 @@ def ever_trained(rows: PackedRows) -> set[Any]:
 
 
 def _number(cell: str) -> float | int | None:
+    """What a cell says; a whole number that no machine word may hold is a fraction, as NumPy takes none other."""
     if not cell:
         return None
-    try:
-        return float(cell) if "." in cell else int(cell)  # most cells are fractions, and to refuse one takes long
+    try:  # most cells are fractions, and to refuse one takes long
+        return float(cell) if "." in cell or len(cell) > _LONGEST else int(cell)
     except ValueError:
         try:
             return float(cell)
@@ -114,13 +130,23 @@ def read_logged(path: Path) -> PackedRows:
         return PackedRows({})
     text = content_of(path).decode(errors="replace").replace("\0", "\ufffd")
     whole, _, _ = text.rpartition("\n")
-    names: dict[str, str] = {}  # one text of each
+    names: dict[str, str | None] = {}  # one text of each
+    lines = (line.rstrip("\r\n").split(",", 3) for line in io.StringIO(whole))  # where a lost quote ends, too
     rows = (
-        (*map(_number, cells[:3]), names.setdefault(cells[3], printable(cells[3])))
-        for cells in csv.reader(io.StringIO(whole))
-        if len(cells) == len(LOGGED_COLUMNS) and cells[0].isdigit()
+        (*map(_number, cells[:3]), name)
+        for cells in lines
+        if len(cells) == len(LOGGED_COLUMNS) and cells[0].isdigit() and (name := _name(cells[3], names)) is not None
     )
     return packed(LOGGED_COLUMNS, rows)
+
+
+def _name(cell: str, known: dict[str, str | None]) -> str | None:
+    """The name in a cell, once looked up in `known` and put there; None for what no name is written as."""
+    if cell not in known:
+        quoted = cell[:1] == '"'
+        whole = re.fullmatch(r'"(?:[^"]|"")*"' if quoted else '[^",]*', cell) is not None
+        known[cell] = printable(cell[1:-1].replace('""', '"') if quoted else cell) if whole else None
+    return known[cell]
 
 
 def read_metrics(folder: Path) -> list[Row]:
@@ -164,11 +190,18 @@ def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) 
         last_ten = [value for value, _ in known[-10:]]
         if not any(row.get(accuracy_of(name)) is not None for row in rows[places[-1] + 1 :]):
             summary["last"][name] = known[-1][0]
-        summary["mean_last_10"][name] = math.fsum(last_ten) / len(last_ten)
+        summary["mean_last_10"][name] = _mean(last_ten)
         own = chosen if chosen is not None else best_round(rows, name)
         if not name.endswith("_std") and own is not None and own.get(name) is not None:
             summary["best"][name] = {"value": own[name], "round": own["round"]}
     return summary
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except (ValueError, OverflowError):  # infinities of both signs, numbers at the end of what a float holds
+        return sum(values) / len(values)
 
 
 def num_evaluated(rows: Sequence[Row]) -> int:

@@ -3,9 +3,9 @@ import os
 import pytest
 
 from fl_lightning.report.best_so_far import BestSoFar
-from fl_lightning.report.record import MetricsFile, num_evaluated, read_rows, summarise
+from fl_lightning.report.record import MetricsFile, num_evaluated, read_logged, read_rows, summarise
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
@@ -62,6 +62,41 @@ def test_file_that_is_no_table_is_read_without_a_traceback(tmp_path, content):
     path = tmp_path / "metrics.csv"
     path.write_bytes(content)
     assert all(isinstance(row, dict) for row in read_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"), [("9" * 18, 10**18 - 1), ("-" + "9" * 30, -1e30), ("9" * 400, float("inf"))]
+)
+def test_a_whole_number_that_no_machine_word_holds_is_a_fraction(file, cell, value):
+    """The page's arithmetic ended over it."""
+    file.append(f"1,{cell},0.5\n")
+    ((found,),) = [[row["Local-T"] for row in read_rows(file.path)]]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_mark_that_an_editor_puts_in_front_is_no_part_of_the_first_name(file):
+    file.append("1,0.25,0.5\n")
+    file.path.write_bytes(b"\xef\xbb\xbf" + file.path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_rows(file.path) == [{"round": 1, "Local-T": 0.25, "loss": 0.5}]
+
+
+def test_a_column_may_have_a_comma_and_quotes_in_its_name(tmp_path):
+    """No row was read."""
+    row = {"round": 1, 'loss/a,"b"': 0.25}
+    made = MetricsFile(tmp_path / "metrics.csv", list(row))
+    made.start(made.lines([row]))
+    assert read_rows(made.path) == [row]
+
+
+def test_a_quote_that_is_lost_hides_no_other_row(tmp_path):
+    """All behind it was one name, and too long for Python's reader."""
+    file = tmp_path / "logged.csv"
+    file.write_text(
+        'round,client,value,name\r\n1,,0.5,"hits\n' + '2,,0.5,"a ""b"", c"\r\n' * 9000 + "3,,1,x,y\n4,,0.5,hits\n"
+    )
+    rows = read_logged(file)
+    assert {(row["round"], row["name"]) for row in rows} == {(2, 'a "b", c'), (4, "hits")}
+    assert len(rows) == 9001
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
@@ -144,6 +179,12 @@ def test_best_is_the_first_of_equals():
 def test_column_that_never_applied_is_left_out():
     summary = summarise([{"round": 1, "Local-T": 0.5, "Server-T": None}])
     assert all("Server-T" not in part for part in summary.values())
+
+
+@pytest.mark.parametrize(("values", "mean"), [((-INF, INF), "nan"), ((1e308, 1e308), "inf"), ((INF, 1.0), "inf")])
+def test_mean_without_a_finite_sum_is_said_as_it_is(values, mean):
+    """A metric of one's own may have any value; the run ended over its summary."""
+    assert repr(summarise(rows_of(*values))["mean_last_10"]["Local-T"]) == mean
 
 
 def test_summary_of_no_rounds_is_empty():
