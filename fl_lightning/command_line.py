@@ -59,6 +59,10 @@ class Brief(dict[str, Any]):
     """Arguments under their class's key, as options name them: ``--optimizer.lr`` is ``optimizer.init_args.lr``."""
 
 
+class Nothing(dict[str, Any]):
+    """An option's ``{}``: what was said of the mapping before is taken back, where a file's says nothing."""
+
+
 class More(list[Any]):
     """What an option adds to a list: ``--trainer.callbacks+ Timer``."""
 
@@ -247,6 +251,8 @@ def _option(option: str, value: str) -> Part:
         settings = list(flatten({key: content}))
     else:
         settings = list(flatten({key: content})) if isinstance(content, Mapping) else [(key, content)]
+    if path and isinstance(content, Mapping) and not content:
+        content = Nothing()
     if option != key:
         content = More(content if isinstance(content, list) else [content])
         settings = [(key, list(content))]
@@ -346,6 +352,8 @@ def merged(old: Any, new: Any, key: str) -> Any:
     if isinstance(new, Brief) and isinstance(old, str):
         old = {"class_path": str(old)}
     before: Mapping[str, Any] = old if isinstance(old, Mapping) else {}
+    if isinstance(new, Nothing) and "class_path" not in before:
+        return {}
     is_class = key in _ONE_CLASS or "class_path" in before
     if isinstance(new, Brief) and is_class and not any(name in _NODE for name in new):
         new = {"init_args": new}

@@ -347,3 +347,19 @@ def test_a_model_is_added_to_those_before_it():
     assert line.tree["model"] == [{"class_path": "MLP", "init_args": {"hidden": [8]}}, "CNN"]
     with pytest.raises(ConfigError, match=r"model\.hidden: `model` is a list here"):
         CommandLine(["--model", "MLP", "--model+", "CNN", "--model.hidden", "[3]"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "left"),
+    [
+        (["--federation.failures.schedule", "{}"], {"schedule": {}, "clients": [7]}),
+        (["--federation.failures", "{}"], {}),
+        (["--federation.failures.schedule", "{}", "--federation.failures.schedule", "{2: [1]}"], {"2": [1]}),
+        ([{"federation": {"failures": {"schedule": {}}}}], {"schedule": {"3": [0]}, "clients": [7]}),
+    ],
+)
+def test_empty_braces_of_an_option_take_back_what_a_file_says(argv, left):
+    """They said nothing, and clients of a file's schedule were out all the same; a later file's do say nothing."""
+    file = {"federation": {"failures": {"schedule": {"3": [0]}, "clients": [7]}}}
+    found = CommandLine([file, *argv]).tree["federation"]["failures"]
+    assert found == left or {str(key): value for key, value in found["schedule"].items()} == left
