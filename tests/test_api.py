@@ -617,6 +617,22 @@ def test_clients_that_were_not_tested_after_their_last_fit_are_in_no_figure(tria
         own.model(client=without)
 
 
+class WritesAsItSends(FedProx):
+    """Moves what it predicts by, once its message is made."""
+
+    def send(self, data):
+        sent = super().send(data)
+        with torch.no_grad():
+            self.model.head.bias[0] += 100
+        return sent
+
+
+def test_a_kept_model_is_the_one_that_was_tested(trial):
+    """It was the one after `send`, and `evaluate` found other figures than the run's."""
+    run = trial(name="writes", method=f"{__name__}.WritesAsItSends", federation__rounds=1).fit()
+    assert run.evaluate()["Local-T"] == run.summary["last"]["Local-T"]
+
+
 def test_an_own_module_that_was_edited_since_its_import_is_refused(trial, tmp_path, monkeypatch):
     """The old code went on, under the new one's name."""
     code = "from fl_lightning.methods.fedavg import FedAvg\nclass Edited(FedAvg):\n    step = {}\n"

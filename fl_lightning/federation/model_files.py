@@ -15,10 +15,16 @@ from fl_lightning.files import remove
 from fl_lightning.sealed import load_tensors
 
 
-def full_state(module: ClientModule) -> dict[str, Tensor]:
-    """The state dict and the non-persistent buffers: all that predictions depend on."""
+def full_state(module: ClientModule, copies: bool = False) -> dict[str, Tensor]:
+    """The state dict and the non-persistent buffers: all that predictions depend on.
+
+    Args:
+        module: a client's.
+        copies: whether its memory is left, which it goes on to write into.
+    """
     buffers = dict(module.method.named_buffers())
-    return {name: tensor.detach().cpu() for name, tensor in {**buffers, **module.entries}.items()}
+    entries = {**buffers, **module.entries}
+    return {name: tensor.detach().to("cpu", copy=copies) for name, tensor in entries.items()}
 
 
 class ModelFolder(NamedTuple):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -211,6 +210,7 @@ class Runner:
         with at(round, client, "evaluation after the fit"), self.stopwatch.part("evaluate"):
             if job.trained:
                 scores.update(visit.trained or self.evaluator.client(module, client, "trained"))
+            model = None if job.keep_model is None else full_state(module, copies=True)  # `send` may write to it
         with at(round, client, "send"):
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
@@ -222,7 +222,9 @@ class Runner:
             checkups.message(message, job.message, data.num_train)
         if self.keeps_start:  # the pool may write the new state where the old one is
             visit.began = {name: tensor.clone() for name, tensor in began.items()}
-        self._keep(module, client, round, job.keep_model)
+        self._keep(module, client, round)
+        if job.keep_model is not None and model is not None:
+            save_tensors(job.keep_model, model, round=round)
         visit.seconds += time.perf_counter() - start
         return ClientReport(client, message, scores, losses, module.meter.num_steps, visit.seconds, logged=logged)
 
@@ -363,12 +365,10 @@ class Runner:
         if module.memory is not None:
             module.memory.clear()
 
-    def _keep(self, module: ClientModule, client: int, round: int, model_file: Path | None) -> None:
+    def _keep(self, module: ClientModule, client: int, round: int) -> None:
         names = (*module.division.kept, *(module.division.shared if self.keeps_shared else ()))
         state = module.division.state(names)
         self.pool.put(client, {**state, **self._memory}, round)
-        if model_file is not None:
-            save_tensors(model_file, full_state(module), round=round)
 
 
 def _facts(settings: Federation, num_clients: int, seed: int, device: torch.device) -> Facts:
