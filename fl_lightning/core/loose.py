@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.leaves import MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, SIMPLE, leaves, sums
 from fl_lightning.core.mark import Mark, stand_in
+from fl_lightning.core.of_classes import OfClass, of_classes
 from fl_lightning.core.reads import address, flat
 from fl_lightning.core.rows import Alias, Layout
 from fl_lightning.core.telling import told_in
@@ -113,6 +114,10 @@ class Attributes:
             for name, key, value in self._own()
             if type(value) not in SIMPLE and not isinstance(value, (Tensor, *PLAIN))
         }
+
+    def of_classes(self) -> list[OfClass]:
+        """What the modules' classes hold for all clients alike, which steps may write into."""
+        return of_classes(self._named, self._layout.numbers())
 
     def contents(self) -> Contents:
         """What the attributes hold that can be written into; of torch's own layers, what they have."""

@@ -17,6 +17,7 @@ from fl_lightning.core.loose import Attributes
 from fl_lightning.core.mark import changed, changed_object, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
+from fl_lightning.core.of_classes import put_back, written_into
 from fl_lightning.core.planning import Plan
 from fl_lightning.core.recording import Aside
 from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, Upset, known_reason, reason_of
@@ -346,11 +347,13 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     if fit.draws:
         set_stream_states(first.streams)
     taken, before, objects = attributes.taken(), attributes.mark(), attributes.objects()
+    of_classes = attributes.of_classes()
     device = fit.layout.device
 
     def changes() -> str:
         after = attributes.mark()._replace(modes=before.modes, free=before.free)  # a phase's own, while it runs
-        return changed(before, after, attributes.is_read) or changed_object(objects, attributes.objects())
+        own = changed(before, after, attributes.is_read) or changed_object(objects, attributes.objects())
+        return own or written_into(of_classes)
 
     fit.changes = changes
     streams = stream_states(device)
@@ -363,6 +366,7 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     except Exception as error:
         refused = error if isinstance(error, (Mixed, Unstackable)) else _refused(error, changes)
         attributes.restore(taken, before)  # whose tensors are several clients', or none's: all of them begin anew
+        put_back(of_classes)
         if refused is error:
             raise
         raise refused from error

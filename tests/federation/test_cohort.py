@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -697,6 +698,23 @@ class HasTheLast(FedAvg):
         self.last = z.detach()
 
 
+class HasTheLastByClass(HasTheLast):
+    """The same, where the class has it, in a mapping of all its objects."""
+
+    by_class: ClassVar = {}
+
+    def setup(self):
+        """Leave it at that."""
+
+    @property
+    def last(self):
+        return self.by_class.get("last")
+
+    @last.setter
+    def last(self, z):
+        self.by_class["last"] = z
+
+
 class Late(FedAvg):
     """Has a buffer from its first receive on."""
 
@@ -721,6 +739,7 @@ class Late(FedAvg):
         (KeepsForAProperty, "its step changes KeepsForAProperty.last"),
         (HasACentre, "its step changes model.body.neck.2.centre"),
         (HasTheLast, "its step changes HasTheLast.last"),  # where the second step reads a tensor of the first's `vmap`
+        (HasTheLastByClass, "its step changes HasTheLastByClass.by_class"),
         (Late, "it gets buffers in a round, which it must have from the beginning"),
     ],
 )
