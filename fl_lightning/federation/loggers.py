@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,8 @@ class Loggers:
         # What is asked for its version has chosen one.
         self._choosing = [own for own in loggers if isinstance(own, _OF_FOLDERS) and own._version is None]
         _require_apart(loggers)
+        if any(isinstance(own, TensorBoardLogger) for own in loggers):
+            _hush_tensorboard()
         self.present = list(loggers)
         self._all = tuple(loggers)
         self._taken_up = [own for index, own in enumerate(loggers) if index in kept and version_of(own) == kept[index]]
@@ -131,6 +134,20 @@ class Loggers:
                 logger.finalize(status)
 
             self._tell(tell, tell)  # type: ignore[arg-type]
+
+
+def _hush_tensorboard() -> None:
+    """Print no traceback of what TensorBoard's own thread raises: whoever tells it more is told, and says so."""
+    before = threading.excepthook
+    if getattr(before, "__module__", "") == __name__:
+        return
+
+    def hook(arguments: threading.ExceptHookArgs, /) -> None:
+        told = getattr(arguments.thread, "exception", None) is arguments.exc_value
+        if not (told and type(arguments.thread).__module__.startswith("tensorboard.")):
+            before(arguments)
+
+    threading.excepthook = hook
 
 
 def _require_apart(loggers: Iterable[Logger]) -> None:

@@ -1,6 +1,7 @@
 """Lightning's own loggers, side by side."""
 
 import importlib.util
+import threading
 
 import numpy as np
 import pytest
@@ -82,3 +83,22 @@ def test_a_logger_that_fails_gives_the_reason(tmp_path, capfd):
     loggers = Loggers([TensorBoardLogger(tmp_path / "logs", "tb", 0)])
     loggers.log_round({"round": 1, "Local-T": 0.5}, lambda shared: None)
     assert capfd.readouterr().err.startswith("logger TensorBoardLogger failed (NotADirectoryError: [Errno 20]")
+
+
+def test_a_disk_that_is_full_under_tensorboards_thread_is_one_line(tmp_path, capfd, monkeypatch):
+    """A traceback of the thread stood above it."""
+    writer = pytest.importorskip("tensorboard.summary.writer.record_writer").RecordWriter
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has one of its own
+
+    def write(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write", write)
+    loggers = Loggers([TensorBoardLogger(tmp_path, "tb", 0)])
+    for round in (1, 2):
+        loggers.log_round({"round": round, "loss": 0.5}, lambda with_shared: None)
+    err = capfd.readouterr().err
+    assert err.startswith("logger TensorBoardLogger failed (OSError: [Errno 28] No space left on device)")
+    assert err.count("\n") == 1
+    assert loggers.present == []
