@@ -141,12 +141,13 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         self.tables.append(loop.round, rows)
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         evaluated = loop.calendar.is_evaluated(loop.round)
+        ends = bool(loop.ended or loop.agreement.asked_why)  # by a callback before this one, say
 
         def record(with_shared: bool) -> RoundRecord:
             shared = Shared()
             if with_shared:
                 shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0])
-            return RoundRecord(numbers, clients, evaluated, shared.rows, shared.relations, bool(loop.ended))
+            return RoundRecord(numbers, clients, evaluated, shared.rows, shared.relations, ends)
 
         self._loggers.log_round(row, record)
 

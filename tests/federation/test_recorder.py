@@ -1,4 +1,4 @@
-"""What a recorder tells of the classes."""
+"""What a recorder tells of the classes, and of the end."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,13 @@ import torch
 
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.term import Term
-from fl_lightning.federation.recorder import Shared, shared_by_class
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.loggers import Loggers
+from fl_lightning.federation.recorder import Recorder, Shared, shared_by_class
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.mlp import MLP
+from fl_lightning.report.run_logger import RunLogger
 
 CLASSES = 3
 
@@ -103,3 +106,26 @@ def test_what_a_term_of_your_own_draws_relates_classes(template):
     found = shared_by_class(Message({}, {}), template(Confusion()))
     np.testing.assert_array_equal(found.rows["confusion"], np.eye(CLASSES))
     assert found.relations == {"confusion"}
+
+
+class Enough(FederationCallback):
+    """Asks to stop in the course of the second round, or at its end."""
+
+    def __init__(self, hook):
+        setattr(self, hook, lambda loop, *_: loop.stop() if loop.round + (hook != "on_round_end") == 2 else None)
+
+
+@pytest.mark.parametrize("hook", ["on_client_fit_end", "on_round_end"])
+def test_loggers_know_of_the_round_that_a_callback_ends_a_run_with(hook, mlp, run_federation, tmp_path):
+    """W&B had no table of it."""
+
+    class Told(RunLogger):
+        begin = end = finalize = print
+        wants_shared = bool
+
+        def log_round(self, record):
+            ends.append(record.ends_early)
+
+    ends = []
+    run_federation(lambda: FedAvg(mlp()), 4, callbacks=[Enough(hook), Recorder(tmp_path, {}, Loggers([Told()]))])
+    assert ends == [False, True]
