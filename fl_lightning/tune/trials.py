@@ -88,8 +88,8 @@ class Optuna(Sampler):
 
     Each trial's draws are from the search's first seed and its place, so that a search that was stopped goes on with
     the points that it would have come to. A point whose search was killed is asked for again, and its runs go on where
-    they stopped; what failed counts, and is tried again. A search that asks something else (another figure, space, base
-    or seed) learns nothing from what the journal says of others.
+    they stopped; what failed counts, is tried again, and gives way to what comes of it then. A search that asks
+    something else (another figure, space, base or seed) learns nothing from what the journal says of others.
 
     Args:
         search: the search.
@@ -156,12 +156,16 @@ class Optuna(Sampler):
         state = optuna.trial.TrialState
         every = self._study.get_trials(deepcopy=False)
         broken_off = {trial.user_attrs.get(_INSTEAD_OF) for trial in every}
+        places: dict[int, int] = {}  # of the first of those that stand for each other
+        for trial in every:
+            places[trial.number] = places.get(trial.user_attrs.get(_INSTEAD_OF), trial.number)
 
         def failed(trial: Any) -> bool:
             whole = trial.params.keys() == self._space.keys()
             return bool(trial.state == state.FAIL and whole and trial.number not in broken_off)
 
-        self._known = [trial for trial in every if trial.state in (state.COMPLETE, state.PRUNED) or failed(trial)]
+        known = [trial for trial in every if trial.state in (state.COMPLETE, state.PRUNED) or failed(trial)]
+        self._known = sorted(known, key=lambda trial: places[trial.number])
         pruned = [trial for trial in self._known if trial.state == state.PRUNED and search.pruning]
         self.pruned = [self._point(trial.params) for trial in pruned]
         for trial in self._known:
@@ -186,7 +190,9 @@ class Optuna(Sampler):
             return None
         self._asked += 1
         if self._known:
-            return self._point(self._known.pop(0).params), None
+            known = self._known.pop(0)
+            failed = known.state == self._optuna.trial.TrialState.FAIL
+            return self._point(known.params), known if failed else None
         from fl_lightning.seeding import derive_seed  # it imports torch, which `tune --help` does without
 
         seed = derive_seed(self._seed, "search", self._asked) % 2**32
@@ -202,11 +208,20 @@ class Optuna(Sampler):
         """Its value, or that it was pruned or failed."""
         if trial.handle is None or trial.state == "stopped":  # which is asked for again, like one that was killed
             return
-        state = self._optuna.trial.TrialState
-        if trial.state == "complete":
-            self._study.tell(trial.handle, trial.value)
-        else:
-            self._study.tell(trial.handle, state=state.PRUNED if trial.state == "pruned" else state.FAIL)
+        optuna, before = self._optuna, trial.handle
+        states = {"complete": optuna.trial.TrialState.COMPLETE, "pruned": optuna.trial.TrialState.PRUNED}
+        state = states.get(trial.state, optuna.trial.TrialState.FAIL)
+        if not isinstance(before, optuna.trial.FrozenTrial):
+            self._study.tell(before, trial.value if trial.state == "complete" else None, state=state)
+        elif trial.state in states:  # it had failed at an earlier start, which Optuna does not take back
+            again = optuna.trial.create_trial(
+                state=state,
+                value=trial.value,
+                params=before.params,
+                distributions=before.distributions,
+                user_attrs={_INSTEAD_OF: before.number},
+            )
+            self._study.add_trial(again)
 
     def close(self) -> None:
         """Let the journal go."""

@@ -109,6 +109,32 @@ def test_a_choice_that_fails_whenever_it_is_drawn_counts_whenever_it_was(tmp_pat
 
 @pytest.mark.filterwarnings("ignore:.*is experimental")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trial_that_failed_and_then_ended_well_is_learned_from_in_its_place(search, tmp_path):
+    """It stayed failed in the journal: the sampler never learned the value of a run that memory had ended once."""
+    pytest.importorskip("optuna")
+
+    def go_on(*states):
+        with closing(Optuna(search, search.contenders[0], tmp_path)) as sampler:
+            points = []
+            for state in states:
+                point, handle = sampler.ask()
+                value = worth(point) if state == "complete" else None
+                sampler.tell(Trial(len(points), point, value=value, state=state, handle=handle))
+                points.append(point)
+            learned = {trial.number: trial.value for trial in sampler._study.get_trials(deepcopy=False) if trial.values}
+            return points, learned
+
+    points, learned = go_on("complete", "failed", "failed", "complete")
+    assert list(learned) == [0, 3]
+    again, learned = go_on("complete", "complete", "failed", "complete")
+    assert (again, list(learned), learned[4]) == (points, [0, 3, 4], worth(points[1]))
+    again, learned = go_on("complete", "complete", "pruned", "complete", "complete")
+    assert (again[:4], list(learned)) == (points, [0, 3, 4, 6])
+    assert go_on(*["complete"] * 5) == (again, learned)
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("stops_at", [0, 1, 4, 10])
 def test_what_ended_behind_a_trial_that_was_stopped_is_told_in_its_place(stops_at, search, tmp_path):
     """It came before that one, and all that was drawn later was another search."""
