@@ -168,6 +168,30 @@ def sign_in(folder: Path) -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Let the processes that come by a file into the block one after another.
+
+    Where the system has no such locks, all go in at once.
+
+    Args:
+        path: the file, which is made and stays empty.
+
+    Raises:
+        WriteError: if it cannot be made.
+    """
+    make_folder(path.parent)
+    with writing(path):
+        own = os.access(path, os.W_OK) or not path.exists()  # another user's is locked all the same
+        file = path.open("ab" if own else "rb")
+    with file:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _beside(path: Path) -> Path:
     """A temporary name beside a path, which nobody else has: on several machines that share a folder, either."""
     return path.with_name(f".{path.name}.{os.getpid()}-{this_machine()}{secrets.token_hex(3)}.tmp")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.command_line import said_around, variables
-from fl_lightning.files import write_text
+from fl_lightning.files import one_at_a_time, remove, write_text
 from fl_lightning.reading import dump_yaml
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.series import short_keys
@@ -30,6 +30,10 @@ from fl_lightning.tune.written import (
     with_those_before,
     written_before,
 )
+
+RUNS = slice(5, 6)  # of a row of `trials.csv`, of which somebody may have taken columns away
+LOCK = ".lock"
+"""The file by which processes that write at once wait for each other."""
 
 
 class Record:
@@ -55,6 +59,7 @@ class Record:
         self.overrides = overrides
         self.unfinished: set[str] = set()
         """The methods whose search goes on, or was stopped."""
+        self._sizes: dict[str, int] = {}
         self._before: tuple[dict[str, list[list[str]]], dict[str, list[str]]] | None = None
 
     def begin(self) -> None:
@@ -66,21 +71,37 @@ class Record:
         rows, _ = self._before or written_before(self.folder)
         return {row.runs for row in self._of_before(contender, rows) if row.state == "pruned"}
 
-    def _known(self, found: Mapping[str, Sequence[Trial]]) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
-        """What the files say: of the methods that are searched here as this start found them, of others as of now.
+    def ended_before(self, contender: Contender, begun: int) -> int:
+        """How many trials an earlier start of the same search has ended of those behind the first `begun` ones."""
+        rows, _ = self._before or ({}, {})
+        ended = (row for row in self._of_before(contender, rows) if row.state in ("complete", "pruned"))
+        return sum(int(row.trial) >= begun for row in ended)
 
-        Another process may search for those meanwhile.
+    def _known(self, found: Mapping[str, Sequence[Trial]]) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
+        """What the files say now, and of the methods that are searched here what this start found in them besides.
+
+        Another process may search for others meanwhile, or for the same.
         """
         rows_now, lines_now = written_before(self.folder)
         rows, lines = self._before or ({}, {})
-        own = {in_spreadsheet(name) for name, trials in found.items() if trials and self._before}
-        return {**rows, **{name: said for name, said in rows_now.items() if name not in own}}, {**lines, **lines_now}
+        merged = {**rows, **rows_now}
+        for name in (in_spreadsheet(name) for name, trials in found.items() if trials):
+            known = [row[RUNS] for row in rows_now.get(name, [])]
+            merged[name] = [*rows_now.get(name, []), *(row for row in rows.get(name, []) if row[RUNS] not in known)]
+        return merged, {**lines, **lines_now}
 
     def _of_before(self, contender: Contender, rows: Mapping[str, list[list[str]]]) -> list[Written]:
         return of_settings(rows.get(in_spreadsheet(contender.name), []), self._settings(contender))
 
     def write(self, found: dict[str, list[Trial]]) -> str:
-        """Write `trials.csv`, `tune.md` and an overlay a method, none where every trial failed; returns the table."""
+        """Write `trials.csv`, `tune.md` and an overlay a method, none where every trial failed; returns the table.
+
+        Another process that searches for other methods reads and writes the same files: before it, or after.
+        """
+        with one_at_a_time(self.folder / LOCK):
+            return self._write(found)
+
+    def _write(self, found: dict[str, list[Trial]]) -> str:
         rows_before, lines_before = self._known(found)
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
@@ -126,7 +147,7 @@ class Record:
             (row for row in rows if row.value), key=lambda row: (sign * float(row.value), -int(row.trial)), default=None
         )
         if row is None and all(row.state == "failed" for row in rows) and contender.name not in self.unfinished:
-            overlay.unlink(missing_ok=True)  # an earlier search's, of other settings
+            remove(overlay)  # an earlier search's, of other settings
             return f"{ended} | – | every trial failed"
         if row is None:
             there = f"; {contender.file} is of an earlier search" if overlay.exists() else ""
@@ -147,7 +168,11 @@ class Record:
     def budget(self, contender: Contender) -> int:
         """How many trials a method has."""
         search = self.search
-        return grid_size(contender, search.trials) if search.kind == "grid" else search.trials
+        if search.kind != "grid":
+            return search.trials
+        if contender.name not in self._sizes:
+            self._sizes[contender.name] = grid_size(contender, search.trials)
+        return self._sizes[contender.name]
 
     def _explained(self) -> str:
         search, unit = self.search, " in percent" if self.search.monitor.is_share else ""

@@ -571,6 +571,15 @@ def test_two_starts_at_once_leave_each_other_what_they_found(start, tmp_path):
     assert ([row["state"] for row in rows], line) == (["complete"], "| Other | 1 | 80.00 | lr 0.1 |")
 
 
+def test_a_start_that_is_stopped_leaves_what_another_found_meanwhile_of_the_same_method(start, tmp_path):
+    """It wrote what it had found when it began."""
+    others = [lambda: start(only=["Method"])]
+    start(only=["Method"], stops_at=1, meanwhile=lambda: others and others.pop()())
+    rows, line = of_method(tmp_path)
+    assert sorted(row["state"] for row in rows) == ["complete"] * 3 + ["pruned"]
+    assert line.startswith("| Method | 4 | 100.00 | lr 0.3 |")
+
+
 def test_a_choice_of_other_settings_is_told_from_todays(start, tmp_path):
     """It stood there, with a value that the present search does not have, beside "no trial is complete"."""
     assert ("Method", {"optimizer.init_args.lr": 0.3}) in start()
