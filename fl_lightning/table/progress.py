@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -61,11 +61,25 @@ class Progress:
     Args:
         console: where.
         cells: all of the table.
+        pace: what is known of other cells' rounds; these are taken up in it.
+        titles: what runs are called, by their names, where it is not as a table calls its cells.
+        said: what is said of the seconds that are left of the cells, None where nothing is known.
     """
 
-    def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        cells: Sequence[Cell],
+        pace: Pace | None = None,
+        titles: Mapping[str, str] | None = None,
+        said: Callable[[float | None], str] = lambda seconds: f"{duration(seconds)} left",
+    ) -> None:
         self.console = console
-        self.pace = Pace(cells)
+        self.pace = pace or Pace(())
+        for cell in cells:
+            self.pace.look(cell)
+        self._titles = titles or {}
+        self._said = said
         self._states: dict[str, str] = {}
         self._looked = self._written = -math.inf
         self._rounds: dict[str, int] = {}
@@ -92,11 +106,14 @@ class Progress:
         self._states = {job.cell.name: job.state for job in crew.jobs}
         if self.live is not None:
             self.live.update(self._grid(crew), refresh=True)
+            for job in changed:
+                if job.state == "failed":  # of which the grid has but a sign
+                    self._write(self._ended(job))
             return
         ended = [job for job in changed if job.state in ("finished", "failed", "stopped", "pruned")]
-        for job in ended if self._written > -math.inf else ():
-            said = f" ({job.said})" if job.said else ""
-            self._write(f"{SIGNS[job.state]} {job.cell.title}: {job.state}{said}; {self.line(crew)}")
+        for job in ended:
+            if self._written > -math.inf or job.state == "failed":  # others have ended at an earlier start
+                self._write(f"{self._ended(job)}; {self.line(crew)}")
         if not ended and now - self._written >= QUIET:
             self._written = now
             self._write(self.line(crew))
@@ -107,8 +124,13 @@ class Progress:
         others = f", {len(crew.elsewhere)} elsewhere" if crew.elsewhere else ""
         return (
             f"{done} of {len(crew.jobs)} runs finished, {len(crew.running)} running{others}, "
-            f"{duration(self.left(crew))} left"
+            f"{self._said(self.left(crew))}"
         )
+
+    def _ended(self, job: Job) -> str:
+        """What became of a run, and why."""
+        said = f" ({job.said})" if job.said else ""
+        return f"{SIGNS[job.state]} {self._titles.get(job.cell.name, job.cell.title)}: {job.state}{said}"
 
     def left(self, crew: Crew) -> float | None:
         """Seconds to the end, with as many at once as now, here and elsewhere; None where nothing is known."""
@@ -148,13 +170,17 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def forecast(console: Console, named: Sequence[tuple[str, Cell]], jobs: int) -> None:
+def forecast(
+    console: Console, named: Sequence[tuple[str, Cell]], jobs: int, together: int = 0, pruned: bool = False
+) -> None:
     """Say how far each run is, and how long the rest will take.
 
     Args:
         console: where.
         named: runs, and what they are called.
         jobs: runs at once.
+        together: how many begin together, others once all of these have ended; 0 if each begins where one has ended.
+        pruned: whether runs may be ended early, so that it will take no longer than is said.
     """
     cells = [cell for _, cell in named]
     pace, total, unknown = Pace(cells), 0.0, 0
@@ -167,6 +193,8 @@ def forecast(console: Console, named: Sequence[tuple[str, Cell]], jobs: int) -> 
         rest = "" if cell.finished or seconds is None else f", {duration(left)} left"
         console.print(f"{title}: {state}{rest}", highlight=False, soft_wrap=True)
     begun, todo = len(cells) - unknown, [cell for cell in cells if not cell.finished]
+    together = min(together or len(todo), len(todo))
+    jobs = min(jobs, together)
     at_once = f" with {jobs} at once" if jobs > 1 else ""
     if not todo:
         said = "all are finished"
@@ -174,5 +202,11 @@ def forecast(console: Console, named: Sequence[tuple[str, Cell]], jobs: int) -> 
         said = f"{len(todo)} to do; how long is known once one of them has done a round"
     else:
         more = f" for {begun} of them; of the other {unknown} no round is known yet" if unknown else ""
-        said = f"{len(todo)} to do, {duration(total / jobs)} left{at_once}{more}"
+        most = "at most " if pruned else ""
+        said = f"{len(todo)} to do, {most}{duration(total / side_by_side(together, jobs))} left{at_once}{more}"
     console.print(f"{len(cells)} runs: {said}", highlight=False)
+
+
+def side_by_side(together: int, jobs: int) -> float:
+    """How many of the runs that begin together there are at a time, on average: 1.5 of three with two at once."""
+    return together / math.ceil(together / jobs)

@@ -197,9 +197,11 @@ def _untested(figure: Figure, rows: Sequence[Record]) -> bool:
     return any(row.get(plain) is not None for row in later)
 
 
-def ran_away(figure: Figure, rows: Sequence[Record]) -> bool:
-    """Whether a figure became infinite, or no number, in some round."""
-    return not all(is_number(row[figure.column]) for row in evaluated(figure, rows))
+def ran_away(figure: Figure, rows: Sequence[Record], watched: Watched = ("", None)) -> bool:
+    """Whether a figure, or what its best round is chosen by, became infinite, or no number, in some round."""
+    columns = {figure.column, figure.by, figure._score, watched[0]}
+    numbers = (row[name] for row in rows for name in columns if isinstance(row.get(name), (int, float)))
+    return not all(map(math.isfinite, numbers))
 
 
 def best_round(

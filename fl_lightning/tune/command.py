@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import takewhile
@@ -14,19 +14,20 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import bare
+from fl_lightning.command_line import SECTIONS, bare
 from fl_lightning.errors import ConfigError, listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
+from fl_lightning.report.record import watched_by
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of, trained_nobody
 from fl_lightning.table.overlays import Overlay, option, spelled_out, split_options
-from fl_lightning.table.progress import Progress, forecast
+from fl_lightning.table.progress import Pace, Progress, duration, forecast, side_by_side
 from fl_lightning.table.quantity import ran_away
 from fl_lightning.table.results import claim
-from fl_lightning.table.running import REFUSED, Command, Crew
+from fl_lightning.table.running import REFUSED, Command, Crew, Job
 from fl_lightning.terminal import say
 from fl_lightning.tune.record import Record, classes_first, said_of
 from fl_lightning.tune.space import Contender, Point, Search, read_search
@@ -39,6 +40,9 @@ DESCRIPTION = (
     "overlays. Options of a configuration (--data.dataset.root DIR) are laid over every run."
 )
 COLUMN = Column("validation", Overlay(), {})
+LOOKS = 10  # points at most that are resolved to find one that is not refused
+_MADE = ("data", "federation", "method", "model", "optimizer", "trainer")
+"""Sections whose classes may refuse what another section chooses."""
 
 
 class Tuning:
@@ -78,6 +82,11 @@ class Tuning:
         self._signals = StopSignals(lambda number: None, lambda number: None)
         """Those that come between two runs, which answer themselves."""
         self._command = command
+        self._pace = Pace(())
+        self._begun: dict[str, list[Trial]] = {}
+        """The trials of each method so far."""
+        self._typical: dict[str, Cell] = {}
+        """A run of each method, by which the time is told that those take which have not begun."""
 
     def cells_at(self, contender: Contender, point: Point) -> list[Cell]:
         """The runs of a point, one a seed: on validation parts, whatever the base says."""
@@ -99,7 +108,7 @@ class Tuning:
             while (asked := sampler.ask()) is not None:
                 trial = self._trial(contender, 0, *asked)
                 for cell in () if runs_of(trial) in pruned else trial.cells:
-                    yield f"{contender.name}, {said_of(asked[0])}, seed {cell.seed}", cell
+                    yield _title(trial, cell), cell
 
     def run(self) -> tuple[int, dict[str, list[Trial]]]:
         """All methods' trials.
@@ -108,10 +117,11 @@ class Tuning:
             An exit code, and the trials of each method; after a `refusal` those that there are.
         """
         for contender in self.contenders:  # a wrong key is found before anything runs
-            self._first_cells(contender)
+            self._typical[contender.name] = self._first_cells(contender)[0]
         claim(self.folder, self.search.path)
         self.record.begin()
         found: dict[str, list[Trial]] = {}
+        self._begun = found
         code = 0
         with self._signals:
             for contender in self.contenders:
@@ -147,7 +157,8 @@ class Tuning:
                 return code
             self.record.write(found)  # a search that is killed has told what it knew, what was pruned above all
         self.record.unfinished.discard(contender.name)
-        return code
+        nothing = all(trial.state == "failed" for trial in trials)  # though every run may have come to its end
+        return max(code, int(nothing))
 
     def _sampler(self, contender: Contender) -> Sampler:
         if self.search.kind == "grid":
@@ -155,11 +166,15 @@ class Tuning:
         return Optuna(self.search, contender, self.folder, [cell.name for cell in self._first_cells(contender)])
 
     def _first_cells(self, contender: Contender) -> list[Cell]:
-        """The runs of a point, by which a wrong key is found: the first corner that is not refused for its choice."""
-        axes = {key: own.points(2) for key, own in contender.space.items()}
-        corners = ({key: points[place] for key, points in axes.items()} for place in (0, -1))
+        """The runs of a point, by which a wrong key is found: the first that is not refused for its choice.
+
+        The ends of all ranges come first, what lies between them behind: an argument may take neither of its ends.
+        """
+        axes = {key: own.points(3) for key, own in contender.space.items()}
+        between = range(1, min(LOOKS, max(map(len, axes.values())) - 1))
         refused: list[ConfigError] = []
-        for point in corners:
+        for place in (0, -1, *between):
+            point = {key: points[place % len(points)] for key, points in axes.items()}
             try:
                 return self.cells_at(contender, point)
             except ConfigError as error:
@@ -191,7 +206,7 @@ class Tuning:
     def _batch(self, sampler: Sampler, contender: Contender, number: int) -> list[Trial]:
         """As many points as can run at once."""
         batch: list[Trial] = []
-        while len(batch) < max(1, self.jobs // len(self.search.seeds)) and (asked := sampler.ask()) is not None:
+        while len(batch) < self.together // len(self.search.seeds) and (asked := sampler.ask()) is not None:
             batch.append(self._trial(contender, number + len(batch), *asked))
         return batch
 
@@ -208,7 +223,8 @@ class Tuning:
     def _run_batch(self, batch: Sequence[Trial], median: Median) -> int:
         cells = [cell for trial in batch for cell in trial.cells]
         self._announce(batch)
-        with Progress(self.console, cells) as progress:
+        titles, to_come = {cell.name: _title(trial, cell) for trial in batch for cell in trial.cells}, self._to_come()
+        with Progress(self.console, cells, self._pace, titles, lambda left: self._said_of(left, to_come)) as progress:
 
             def told(crew: Crew) -> None:
                 progress(crew)
@@ -225,16 +241,33 @@ class Tuning:
         for job in crew.jobs:
             if job.state in ("finished", "pruned") and job.process is not None:  # others stay as they are
                 job.cell.keep_results()
-        refused = (job.said for job in crew.jobs if job.state == "failed" and job.code == REFUSED)
-        varied = {key for trial in batch for key in trial.point}
-        self.refusal = next((said for said in refused if not _speaks_of(said, varied)), "")
-        if any(cell.finished and self._lacks_monitor(cell) for cell in cells):
-            why = "no run has it, or its validation parts are empty"
-            self.refusal = self.refusal or f"monitor: {why}, got {str(self.search.monitor)!r}"
+        self.refusal = self._of_all(batch, crew.jobs)
+        for trial in () if self.refusal else batch:
+            if trial.state == "failed" and "failed" not in {states[cell.name] for cell in trial.cells}:
+                why = "no client came to the end of a fit" if any(map(trained_nobody, trial.cells)) else "no number"
+                said = f"{trial.cells[0].row.name}, {said_of(trial.point)}: failed: {self.search.monitor}: {why}"
+                self.console.print(said, highlight=False, soft_wrap=True)
         return 0 if code == 1 and all(state != "failed" for state in states.values()) else code
 
+    def _of_all(self, batch: Sequence[Trial], jobs: Sequence[Job]) -> str:
+        """What was refused, or is missing, of every point of a method, as far as one can tell; empty where nothing is.
+
+        What another point came through is of this one alone, and so may be what a class refuses without a key.
+        """
+        name = batch[0].cells[0].row.name
+        ended = {own: {trial.state for trial in trials} for own, trials in {name: batch, **self._begun}.items()}
+        through = not ended[name].isdisjoint({"complete", "pruned"})
+        varied = {key for trial in batch for key in trial.point}
+        refused = (job.said for job in jobs if job.state == "failed" and job.code == REFUSED)
+        said = next((said for said in refused if _is_of_all(said, varied, through)), "")
+        ran = [job.cell for job in jobs if job.cell.finished]
+        if said or through or not any(map(self._lacks_monitor, ran)):
+            return said
+        who = f" of {name}" if any("complete" in states for states in ended.values()) else ""
+        return f"monitor: no run{who} has it, or its validation parts are empty, got {str(self.search.monitor)!r}"
+
     def _announce(self, batch: Sequence[Trial]) -> None:
-        """Say which points are tried, of how many: what follows counts their runs, and the time that these take."""
+        """Say which points are tried, of how many: what follows counts their runs."""
         budgets = {contender.name: self.record.budget(contender) for contender in self.contenders}
         for trial in batch:
             if not all(cell.finished for cell in trial.cells):
@@ -242,12 +275,37 @@ class Tuning:
                 said = f"{name}, trial {trial.number + 1} of {budgets[name]}: {said_of(trial.point)}"
                 self.console.print(said, highlight=False, soft_wrap=True)
 
+    def _to_come(self) -> list[tuple[Cell, int]]:
+        """A run of each method, and how many more no batch has begun, nor an earlier start has ended."""
+        found = []
+        for contender in self.contenders:
+            begun = len(self._begun.get(contender.name, ()))
+            left = self.record.budget(contender) - begun - self.record.ended_before(contender, begun)
+            found.append((self._typical[contender.name], max(0, left) * len(self.search.seeds)))
+        return found
+
+    def _said_of(self, left: float | None, to_come: Sequence[tuple[Cell, int]]) -> str:
+        """The time that the search takes yet: the seconds of the runs at work, and of those that are to come."""
+        times = [(self._pace.seconds(cell), cell.rounds * count) for cell, count in to_come if count]
+        if left is None or any(seconds is None for seconds, _ in times):
+            return f"{duration(None)} left of the search"
+        rest = math.fsum((seconds or 0.0) * rounds for seconds, rounds in times)
+        most = "at most " if self.search.pruning else ""
+        return f"{most}{duration(left + rest / side_by_side(self.together, self.jobs))} left of the search"
+
+    @property
+    def together(self) -> int:
+        """How many runs begin together: those of as many points as can run at once."""
+        seeds = len(self.search.seeds)
+        return max(1, self.jobs // seeds) * seeds
+
     def _lacks_monitor(self, cell: Cell) -> bool:
         """Whether a run has nothing to be judged by, and no other one will.
 
         A figure that ran away, and that no client came through its fit, is of the run's point.
         """
-        own = ran_away(self.search.monitor, cell.rows()) or trained_nobody(cell)
+        rows = cell.rows()
+        own = ran_away(self.search.monitor, rows, watched_by(cell.config, rows)) or trained_nobody(cell)
         return figure_of(cell, self.search.monitor) is None and not own
 
     def _judge(self, trial: Trial, states: Sequence[str]) -> None:
@@ -288,6 +346,25 @@ def _end_of(states: Sequence[str]) -> str:
     return "pruned" if "pruned" in states else "failed"  # finished, and no number came of it
 
 
+def _title(trial: Trial, cell: Cell) -> str:
+    """What a trial's run is called, for people."""
+    return f"{cell.row.name}, {said_of(trial.point)}, seed {cell.seed}"
+
+
+def _is_of_all(line: str, keys: Collection[str], through: bool) -> bool:
+    """Whether a run was refused for what no trial varies, so that every other one would be; a full disk is that, too.
+
+    Args:
+        line: why it was refused.
+        keys: what the trials vary.
+        through: whether another point of the method was not refused.
+    """
+    key = line.partition(": ")[0]
+    section = key.partition(".")[0]
+    configured = section in SECTIONS and section != "output"
+    return not _of_choice(line, keys) and not (configured and (through or key in _MADE))
+
+
 def _speaks_of(line: str, keys: Iterable[str]) -> bool:
     """Whether a message names one of the keys, with or without ``init_args``."""
     plain = line.replace(".init_args", "")
@@ -312,7 +389,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
         command: runs one run's command line, in a process of its own.
 
     Returns:
-        0 if every trial has ended, 1 if some failed, 128 + a signal's number.
+        0 if every run has ended, 1 if some failed, or all trials of a method, 128 + a signal's number.
     """
     parser = one_line_parser("tune", description=DESCRIPTION)
     parser.add_argument("file", type=str, help="the search's YAML file, e.g. experiments/tunes/quickstart.yaml")
@@ -340,7 +417,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
             print(shlex.join(["fl-lightning", *cell.words]))
         return 0
     if options.dry_run:
-        forecast(console, list(tuning.grid()), options.jobs)
+        forecast(console, list(tuning.grid()), options.jobs, tuning.together, search.pruning)
         return 0
     code, found = tuning.run()
     if tuning.refusal:  # what an earlier search has written stays
