@@ -139,8 +139,9 @@ def read_search(path: Path) -> Search:
     content = read_yaml(path, "tune")
     known_keys(content, _KEYS, "", "tune")
     seeds = content.get("seeds", [0])
-    whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
-    require(whole and len(set(seeds)) == len(seeds), "seeds", "must be different whole numbers >= 0", seeds)
+    whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)
+    rule = "must be different whole numbers >= 0 and below 2^63"
+    require(whole and len(set(seeds)) == len(seeds), "seeds", rule, seeds)
     asked = content.get("monitor", "Local-T_received.last")
     if isinstance(asked, Mapping) and "scale" in asked:
         raise ConfigError("monitor.scale", "a search has its figure as it is, shares in percent: leave the scale out")
@@ -231,8 +232,10 @@ def _range(given: Any, key: str) -> Range:
         require(twice is ..., f"{key}.values", f"must differ from each other; {twice!r} stands there twice")
         return Range(tuple(values))
     low, high = given.get("low"), given.get("high")
-    numbers = all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))
+    numbers = all(type(end) is float and math.isfinite(end) for end in (low, high) if type(end) is not int)
     require(numbers and low < high, key, "needs low and high, with low below high; or values", given)
+    for name, end in (("low", low), ("high", high)):
+        require(type(end) is float or abs(end) < 2**63, f"{key}.{name}", "must be a number of at most 63 bits", end)
     log, whole = given.get("log", False), given.get("whole", type(low) is int and type(high) is int)
     for name, value in (("log", log), ("whole", whole)):
         require(type(value) is bool, f"{key}.{name}", "must be true or false", value)
