@@ -354,6 +354,8 @@ def _title(trial: Trial, cell: Cell) -> str:
 def _is_of_all(line: str, keys: Collection[str], through: bool) -> bool:
     """Whether a run was refused for what no trial varies, so that every other one would be; a full disk is that, too.
 
+    What an earlier start left in its folder, a damaged checkpoint, is of the run alone.
+
     Args:
         line: why it was refused.
         keys: what the trials vary.
@@ -362,7 +364,8 @@ def _is_of_all(line: str, keys: Collection[str], through: bool) -> bool:
     key = line.partition(": ")[0]
     section = key.partition(".")[0]
     configured = section in SECTIONS and section != "output"
-    return not _of_choice(line, keys) and not (configured and (through or key in _MADE))
+    own = key == "--resume" or (configured and (through or key in _MADE))
+    return not own and not _of_choice(line, keys)
 
 
 def _speaks_of(line: str, keys: Iterable[str]) -> bool:

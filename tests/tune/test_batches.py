@@ -91,11 +91,12 @@ def searched(tmp_path, monkeypatch):
 
 
 BOTH = "method: FedX: takes wide models alone"
+DAMAGED = "--resume: checkpoints/round-3.ckpt is damaged: its checksum does not fit its content"
 
 
 def test_what_a_class_refuses_inside_a_run_is_a_trial_that_failed(searched):
     """It ended the whole search, though it was of one point, and on a terminal nothing said why."""
-    tuning, code, states, _ = searched(_8=BOTH, _16=BOTH, _32=BOTH)
+    tuning, code, states, _ = searched(_8=BOTH, _16=DAMAGED, _32=BOTH)
     assert (tuning.refusal, code, states["Method"]) == ("", 1, ["failed"] * 3)
     assert "| Method | 3 | – | every trial failed |" in (tuning.folder / "tune.md").read_text()
     tuning, code, states, lines = searched(_8=BOTH, _16=BOTH)
