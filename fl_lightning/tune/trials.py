@@ -88,8 +88,9 @@ class Optuna(Sampler):
 
     Each trial's draws are from the search's first seed and its place, so that a search that was stopped goes on with
     the points that it would have come to. A point whose search was killed is asked for again, and its runs go on where
-    they stopped; what failed counts, is tried again, and gives way to what comes of it then. A search that asks
-    something else (another figure, space, base or seed) learns nothing from what the journal says of others.
+    they stopped; what failed counts, is tried again, and gives way to what comes of it then, as does what was pruned
+    where it is run to its end. A search that asks something else (another figure, space, base or seed) learns nothing
+    from what the journal says of others.
 
     Args:
         search: the search.
@@ -160,12 +161,11 @@ class Optuna(Sampler):
         for trial in every:
             places[trial.number] = places.get(trial.user_attrs.get(_INSTEAD_OF), trial.number)
 
-        def failed(trial: Any) -> bool:
-            whole = trial.params.keys() == self._space.keys()
-            return bool(trial.state == state.FAIL and whole and trial.number not in broken_off)
+        def known(trial: Any) -> bool:
+            whole = trial.state != state.FAIL or trial.params.keys() == self._space.keys()
+            return whole and trial.state.is_finished() and trial.number not in broken_off
 
-        known = [trial for trial in every if trial.state in (state.COMPLETE, state.PRUNED) or failed(trial)]
-        self._known = sorted(known, key=lambda trial: places[trial.number])
+        self._known = sorted(filter(known, every), key=lambda trial: places[trial.number])
         pruned = [trial for trial in self._known if trial.state == state.PRUNED and search.pruning]
         self.pruned = [self._point(trial.params) for trial in pruned]
         for trial in self._known:
@@ -191,8 +191,8 @@ class Optuna(Sampler):
         self._asked += 1
         if self._known:
             known = self._known.pop(0)
-            failed = known.state == self._optuna.trial.TrialState.FAIL
-            return self._point(known.params), known if failed else None
+            complete = known.state == self._optuna.trial.TrialState.COMPLETE
+            return self._point(known.params), None if complete else known
         from fl_lightning.seeding import derive_seed  # it imports torch, which `tune --help` does without
 
         seed = derive_seed(self._seed, "search", self._asked) % 2**32
@@ -213,7 +213,7 @@ class Optuna(Sampler):
         state = states.get(trial.state, optuna.trial.TrialState.FAIL)
         if not isinstance(before, optuna.trial.FrozenTrial):
             self._study.tell(before, trial.value if trial.state == "complete" else None, state=state)
-        elif trial.state in states:  # it had failed at an earlier start, which Optuna does not take back
+        elif trial.state in states and state != before.state:  # of an earlier start, which Optuna does not take back
             again = optuna.trial.create_trial(
                 state=state,
                 value=trial.value,
