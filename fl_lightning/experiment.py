@@ -235,16 +235,18 @@ class BuiltExperiment:
         require_one_folder(workers, self.folder)
         chosen = workers.main_says(chosen)
         if chosen is not None:
-            state = folder.checkpoints.load(chosen.path)
+            with refused_together(workers):
+                state = folder.checkpoints.load(chosen.path)
             self.loop.load_state_dict(state)
             self._kept_by_callbacks = state["callbacks"]
             workers.everyone_says(None)  # all have read it
-        if workers.is_main:
-            if chosen is not None or not overwrite:
-                folder.leave_only(chosen, self.loop.settings.checkpoint, self.loop.calendar.participants)
-            folder.clean(overwrite)
-            self._write_down(loggers)
-            self._say_whose_optimizer()
+        with refused_together(workers):
+            if workers.is_main:
+                if chosen is not None or not overwrite:
+                    folder.leave_only(chosen, self.loop.settings.checkpoint, self.loop.calendar.participants)
+                folder.clean(overwrite)
+                self._write_down(loggers)
+                self._say_whose_optimizer()
 
     @contextmanager
     def _tidying(self, check: Callable[[], None]) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fl_lightning.errors import CommonError, ConfigError, shortened
 from fl_lightning.federation import transport
 from fl_lightning.federation.exchange import Carriers, Exchange, Hop
 from fl_lightning.federation.unsaved import checked_state
-from fl_lightning.files import sign_in
+from fl_lightning.files import WriteError, sign_in
 
 MAIN = 0
 """Rank of the process that holds the exchange, writes the run's folder and calls the callbacks."""
@@ -153,19 +153,29 @@ def refused_together(workers: Workers) -> Iterator[None]:
         workers: the processes.
 
     Raises:
-        ConfigError: on every process, about what the first of them met.
+        ConfigError: on every process, about what the first of them met; what the system refused is that, too.
+        OSError: if there is one process, as it met it.
     """
     met = None
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         if not workers.is_team:
             raise
-        met = error.key, error.told  # its value may be anything
+        met = _told_by(error)
     for rank, (host, own) in enumerate(workers.everyone_says((platform.node(), met))):
         if own is not None:
             key, told = own
             raise CommonError(key, told if rank == MAIN else f"{told} (process {rank} on {host})")
+
+
+def _told_by(error: ConfigError | OSError) -> tuple[str, str]:
+    """The key of an error, and what it says, without its value, which may be anything."""
+    if isinstance(error, ConfigError):
+        return error.key, error.told
+    if isinstance(error, WriteError):
+        return "output", str(error)
+    return str(error.filename or type(error).__name__), error.strerror or str(error)
 
 
 def require_told_alike(workers: Workers, told: Mapping[str, Any]) -> None:
@@ -200,13 +210,19 @@ def require_one_folder(workers: Workers, folder: Path) -> None:
         folder: the run's; the main process has made it.
 
     Raises:
-        ConfigError: on every process.
-        WriteError: on the main one, if the system refuses.
+        ConfigError: on every process, also where the system lets the main one write nothing there.
     """
     if not workers.is_team:
         return
-    with sign_in(folder) if workers.is_main else nullcontext(folder) as sign:
-        name = workers.main_says(sign.name)
+    with ExitStack() as held:
+        name, met = "", None
+        try:
+            name = held.enter_context(sign_in(folder)).name if workers.is_main else ""
+        except WriteError as error:
+            met = _told_by(error)
+        name, met = workers.main_says((name, met))
+        if met is not None:
+            raise CommonError(*met)
         for rank, (host, sees) in enumerate(workers.everyone_says((platform.node(), (folder / name).exists()))):
             where = f"process {rank} on {host} does not"
             if not sees:

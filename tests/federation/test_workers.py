@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,7 @@ from fl_lightning.federation.workers import (
     require_one_folder,
     require_told_alike,
 )
+from fl_lightning.files import WriteError
 from fl_lightning.identity import in_common
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
@@ -97,6 +99,39 @@ def test_what_one_process_met_alone_is_refused_by_all(rank, monkeypatch):
     alone = Workers()
     with pytest.raises(ConfigError, match=r"^data: no$"), refused_together(alone):
         raise ConfigError("data", "no")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (WriteError(Path("runs/a"), OSError(28, "No space left on device")), "output: cannot write runs/a: No space"),
+        (PermissionError(13, "Permission denied", "t.csv"), "t.csv: Permission denied"),
+        (OSError(5, "Input/output error"), "OSError: Input/output error"),
+    ],
+)
+def test_what_the_system_refuses_one_process_is_refused_by_all(error, line, monkeypatch):
+    """The others said that it was gone, and how to go on, and ended with exit code 1."""
+    first, second, said = Workers(0, 2), Workers(1, 2, is_main=False), []
+    monkeypatch.setattr(first, "everyone_says", lambda own: said.append(own) or [own, ("two", None)])
+    monkeypatch.setattr(second, "everyone_says", lambda own: [*said, own])
+    with pytest.raises(CommonError, match=f"^{line}"), refused_together(first):
+        raise error
+    with pytest.raises(CommonError, match=f"^{line}"), refused_together(second):
+        pass
+    with pytest.raises(type(error)) as alone, refused_together(Workers()):
+        raise error
+    assert alone.value is error
+
+
+def test_folder_in_which_the_main_process_can_write_nothing_is_refused_by_all(monkeypatch, tmp_path):
+    """The others waited for its word, and said that it was gone."""
+    told = []
+    main, other = Workers(0, 2), Workers(1, 2, is_main=False)
+    monkeypatch.setattr(main, "main_says", lambda own: told.append(own) or own)
+    monkeypatch.setattr(other, "main_says", lambda _: told[0])
+    for each in (main, other):
+        with pytest.raises(CommonError, match=r"^output: cannot write .*nowhere: No such file or directory$"):
+            require_one_folder(each, tmp_path / "nowhere")
 
 
 def test_code_of_this_package_is_told_where_machines_may_have_others(monkeypatch, tmp_path):
