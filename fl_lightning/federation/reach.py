@@ -8,12 +8,15 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the network's interface that gloo takes; without it, it takes the address that the machine's name leads to."""
 _OUTSIDE = "192.0.2.1"  # of no machine (RFC 5737): a socket that is connected to it, by which nothing is sent, has the
 # address from which this one reaches others
+_OUTSIDE_V6 = "2001:db8::1"  # the same where there is IPv6 alone (RFC 3849)
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
+_ADDRESSES_V6 = Path("/proc/net/if_inet6")
 
 
 @contextmanager
@@ -27,7 +30,8 @@ def reachable(nodes: int) -> Iterator[None]:
     """
     found = None
     if nodes > 1 and INTERFACE not in os.environ and not _is_outward(_own_address()):
-        found = _interface_of(_address_towards(os.environ.get("MASTER_ADDR", _OUTSIDE)) or _address_towards(_OUTSIDE))
+        others = (os.environ.get("MASTER_ADDR", _OUTSIDE), _OUTSIDE, _OUTSIDE_V6)
+        found = _interface_of(next(filter(None, map(_address_towards, others)), ""))
     if found is not None:
         os.environ[INTERFACE] = found
     try:
@@ -48,22 +52,39 @@ def _own_address() -> str:
 
 
 def _address_towards(other: str) -> str:
-    """This machine's IPv4 address on the way to another one; empty where there is no way out of it."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
-        own.connect((other, 1))
-        address = str(own.getsockname()[0])
-        return address if _is_outward(address) else ""
+    """This machine's address on the way to another one, IPv4 where it can be; empty where there is no way out of it."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError, UnicodeError), socket.socket(family, socket.SOCK_DGRAM) as own:
+            own.connect((other, 1))
+            address = str(own.getsockname()[0])
+            if _is_outward(address):
+                return address
     return ""
 
 
 def _is_outward(address: str) -> bool:
-    return not address.startswith("127.") and address not in ("", "::1")
+    """Whether other machines reach it; one of IPv6's own for a cable (``fe80``) means something beside an interface."""
+    return not address.lower().startswith(("127.", "fe80:")) and address not in ("", "::1")
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface that has an IPv4 address; None where the system does not say."""
+    """The interface that has an address; None where the system does not say."""
     if not address or sys.platform != "linux":
         return None
+    return _interface_of_v6(address) if ":" in address else _interface_of_v4(address)
+
+
+def _interface_of_v6(address: str) -> str | None:
+    number = socket.inet_pton(socket.AF_INET6, address).hex()
+    with suppress(OSError):  # without /proc
+        for line in _ADDRESSES_V6.read_text().splitlines():
+            other, *_, name = line.split()
+            if other == number:
+                return name
+    return None
+
+
+def _interface_of_v4(address: str) -> str | None:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:

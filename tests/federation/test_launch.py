@@ -531,6 +531,43 @@ def test_machine_whose_name_leads_to_itself_alone_is_reached(name_leads_to, node
     assert os.environ.get(reach.INTERFACE) == set_before
 
 
+class V6Alone:
+    """A socket of a machine that has IPv6 alone, and its address on the way to any other one."""
+
+    def __init__(self, family, kind):
+        if family != socket.AF_INET6:
+            raise OSError("Address family not supported by protocol")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def connect(self, other):
+        pass
+
+    def getsockname(self):
+        return ("fd00:1::7", 40000, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system is asked in Linux's way")
+@pytest.mark.parametrize("name_leads_to", ["::1", "fe80::7%eth7", "127.0.1.1"])
+@pytest.mark.parametrize("first", ["fd00:1::1", "first"])
+def test_machine_of_ipv6_alone_is_reached(name_leads_to, first, monkeypatch, tmp_path):
+    """Its name led to itself, or to a cable: the other machines tried 127.0.0.1."""
+    known = tmp_path / "if_inet6"
+    known.write_text(f"{'0' * 31}1 01 80 10 80       lo\nfd000001{'0' * 23}7 02 40 00 82     eth7\n")
+    monkeypatch.setattr(reach, "_ADDRESSES_V6", known)
+    monkeypatch.setattr(reach, "_own_address", lambda: name_leads_to)
+    monkeypatch.setattr(socket, "socket", V6Alone)
+    monkeypatch.setenv("MASTER_ADDR", first)
+    monkeypatch.delenv(reach.INTERFACE, raising=False)
+    with reach.reachable(2):
+        assert os.environ.get(reach.INTERFACE) == "eth7"
+    assert reach._interface_of("fd00:1::8") is None
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the system is asked in Linux's way")
 def test_address_of_a_machines_name_and_its_interface_are_found(monkeypatch):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("192.0.2.9", "127.0.0.1")]
