@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation import transport
+from fl_lightning.terminal import say
 
 _PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
 """What tells a process its place among those that torchrun or SLURM started."""
@@ -56,6 +57,8 @@ def plan(
     """
     cuda = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     size, nodes = started_outside()
+    if size == 1:
+        _say_whether_tasks_are_apart()
     devices = num_devices(trainer)
     if transport.in_a_run():
         alone = "must be 1 for a fit in a callback of a run of several processes"
@@ -84,6 +87,17 @@ def plan(
     if cuda and number > gpus:
         return Team(number, threads or share(number), cuda=True, shares_gpus=True)
     return Team(number, threads or (None if cuda else 1), cuda=cuda)
+
+
+def _say_whether_tasks_are_apart() -> None:
+    """Say, in the first of several tasks that srun started, that each of them is a run of its own.
+
+    So they are in a job that is called as one of `salloc`'s is, where Lightning takes no task for one of SLURM's.
+    """
+    name, tasks = os.environ.get("SLURM_JOB_NAME"), os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if name in ("bash", "interactive") and tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
+        why = f"each of the {tasks} tasks is a run of its own, for the SLURM job is called {name}"
+        say(f"fl-lightning: note: {why}; SLURM_JOB_NAME=train before srun makes them one")
 
 
 def _check_use(workers: int, participants: int) -> None:

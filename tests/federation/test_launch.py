@@ -279,6 +279,26 @@ def test_slurm_decides_how_many(monkeypatch):
     assert not is_main()
 
 
+@pytest.mark.parametrize(
+    ("variables", "is_said"),
+    [
+        ({}, True),
+        ({"SLURM_PROCID": "3"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, False),  # a shell of the job, which may have had room for more
+        ({"SLURM_JOB_NAME": "train"}, False),
+    ],
+)
+def test_tasks_that_are_runs_of_their_own_are_told_so_once(variables, is_said, monkeypatch, capsys):
+    """As in an allocation of salloc's: one trained alone, the others said that the folder was another's."""
+    interactive = {"SLURM_JOB_NAME": "interactive", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}
+    for name, value in (SLURM | interactive | variables).items():
+        monkeypatch.setenv(name, value)
+    assert planned("auto").outside == (variables.get("SLURM_JOB_NAME") == "train")
+    line = "each of the 8 tasks is a run of its own, for the SLURM job is called interactive; SLURM_JOB_NAME=train"
+    said = f"fl-lightning: note: {line} before srun makes them one\n"
+    assert capsys.readouterr().err == (said if is_said else "")
+
+
 def test_slurm_job_that_lightning_refuses_gives_one_line(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
