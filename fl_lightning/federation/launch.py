@@ -23,7 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -42,6 +47,7 @@ NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees 
 MEETING = 600.0  # seconds in which all processes of a run must have met
 MEET = f"see that each was started and reaches the others ({INTERFACE} names a network interface, MASTER_PORT a port)"
 MEET_HERE = "see that each may open files enough (ulimit -n), and reaches 127.0.0.1"
+FIRST_PORT = 15000  # of the ten thousand at which SLURM's tasks meet, Lightning's too
 FILES = 17  # that torch opens in the first of several workers, beside two for each
 SETTLE = 0.1  # seconds in which gloo's threads let the last tensors go
 
@@ -75,20 +81,28 @@ class OnThisMachine(LightningEnvironment):
         return 0
 
 
-class _OfTorchrun(TorchElasticEnvironment):
+class _Spread(ClusterEnvironment):
+    """Processes that were started from outside."""
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Machines may have more or fewer of them than others."""
+
+
+class _OfTorchrun(_Spread, TorchElasticEnvironment):
     """Processes that torchrun started, as many on each machine as it was told there."""
 
-    @override
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Machines may have more or fewer of them than others."""
 
-
-class _OfSlurm(SLURMEnvironment):
+class _OfSlurm(_Spread, SLURMEnvironment):
     """Tasks that SLURM started, as it spread them over the machines."""
 
+    @property
     @override
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Machines may have more or fewer of them than others."""
+    def main_port(self) -> int:
+        """Lightning's by the job, but for each of its steps another: several runs may share an allocation."""
+        job, step = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
+        os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + (job + 97 * step) % 10_000))
+        return super().main_port
 
 
 def _fabric(team: Team, start_method: str) -> Fabric:

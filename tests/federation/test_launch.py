@@ -328,6 +328,23 @@ def test_machines_may_have_different_numbers_of_processes(variables, nodes, monk
     assert strategy.root_device == torch.device("cpu")  # that of its place on its machine
 
 
+def test_runs_that_share_a_job_of_slurm_meet_at_ports_of_their_own(monkeypatch):
+    """The second one's tasks met the first one's."""
+    ports = []
+    for step in ("0", "1", "2", None):
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        for name, value in (SLURM | {"SLURM_JOB_ID": "7654321", "SLURM_STEP_ID": step or "0"}).items():
+            monkeypatch.setenv(name, value)
+        if step is None:
+            monkeypatch.delenv("SLURM_STEP_ID")
+        ports += [launching._OfSlurm().main_port] * 2
+        assert os.environ["MASTER_PORT"] == str(ports[-1])
+    assert len(set(ports)) == 3
+    assert ports[0] == ports[-1] == 19321  # Lightning's
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert launching._OfSlurm().main_port == 29500
+
+
 def test_slurm_job_of_one_task_is_an_ordinary_process(monkeypatch):
     for name, value in {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
