@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import signal
+import socket
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ from fl_lightning.terminal import outlived, say
 
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
 MEETING = 600.0  # seconds in which all processes of a run must have met
+PATIENCE = 60.0  # seconds of them after which those that are there say that they wait
 MEET = f"see that each was started and reaches the others ({INTERFACE} names a network interface, MASTER_PORT a port)"
 MEET_HERE = "see that each may open files enough (ulimit -n), and reaches 127.0.0.1"
 FIRST_PORT = 15000  # of the ten thousand at which SLURM's tasks meet, Lightning's too
@@ -110,7 +112,7 @@ def _fabric(team: Team, start_method: str) -> Fabric:
     backend = "cpu:gloo,cuda:nccl" if team.cuda and not team.shares_gpus else "gloo"
     strategy = TetheredDDP(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
     if not team.outside:
-        strategy.starter, strategy.in_time = os.getpid(), partial(_in_time, team)
+        strategy.starter, strategy.meeting = os.getpid(), partial(_meeting, team)
     outside = _OfTorchrun if TorchElasticEnvironment.detect() else _OfSlurm
     here = outside() if team.outside else OnThisMachine()
     devices = max(-(-team.size // team.nodes), local_rank() + 1 if team.outside else 1)
@@ -132,13 +134,8 @@ def join(team: Team) -> None:
     """Meet the other processes that torchrun or SLURM started; end this one if they do not come."""
     with speak_for_the_team(is_main()), _in_time(team):
         fabric = _fabric(team, "popen")
-        try:
-            with reachable(team.nodes):
-                fabric.launch()
-        except RuntimeError as error:  # torch's own types are its children
-            why = str(error).partition("\n")[0][:170]
-            say(f"fl-lightning: error: the {team.size} processes of the run cannot meet ({why}); {MEET}")
-            os._exit(1)
+        with _refusals_said(team), reachable(team.nodes):
+            fabric.launch()
         _take_gpu(team)
     use_threads(team)
 
@@ -176,10 +173,15 @@ def _in_time(team: Team) -> Iterator[None]:
     A bound on the group of processes itself would bound every later message, too.
     """
     met = threading.Event()
-    speaks = is_main() if team.outside else os.environ.get("LOCAL_RANK", "0") == "0"
+    speaks = _speaks(team)
 
     def wait() -> None:
-        if met.wait(MEETING) or (not speaks and met.wait(GRACE)):
+        said = min(PATIENCE, MEETING)
+        if met.wait(said):
+            return
+        if team.outside and local_rank() == 0 and said < MEETING:
+            say(f"fl-lightning: note: waiting for all {team.size} processes to meet{_place()}; {MEET}")
+        if met.wait(MEETING - said) or (not speaks and met.wait(GRACE)):
             return
         late = f"not all of the {team.size} processes that were expected have met within {MEETING:.0f} s"
         say(f"fl-lightning: error: {late}; {MEET if team.outside else MEET_HERE}")
@@ -190,6 +192,45 @@ def _in_time(team: Team) -> Iterator[None]:
         yield
     finally:
         met.set()
+
+
+def _speaks(team: Team) -> bool:
+    """Whether this process, which has not met the others yet, is the first of them."""
+    return is_main() if team.outside else os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextmanager
+def _refusals_said(team: Team) -> Iterator[None]:
+    """End the process, with one line, where it cannot meet the others: a port that is taken, an unknown interface."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # torch's own types are children; a port that is no number
+        if not _speaks(team):  # the first one may have met the same, and ends the others
+            time.sleep(GRACE)
+        why = str(error).partition("\n")[0][:170]
+        advice = MEET if team.outside else MEET_HERE
+        say(f"fl-lightning: error: the {team.size} processes of the run cannot meet ({why}); {advice}")
+        give_up()
+
+
+@contextmanager
+def _meeting(team: Team) -> Iterator[None]:
+    """The meeting of processes that are started here."""
+    with _in_time(team), _refusals_said(team):
+        yield
+
+
+def _place() -> str:
+    """Where the processes of torchrun or SLURM meet, and what the system says of it if it leads nowhere."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address is None:
+        return ""
+    why = ""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        why = f" ({getattr(error, 'strerror', None) or error})"
+    return f" at {address}{why}, port {port}"
 
 
 def _check_files(team: Team, start_method: str) -> None:

@@ -59,8 +59,8 @@ class TetheredDDP(DDPStrategy):
 
     starter: int | None = None
     """Process id of who starts the workers; None for processes that torchrun or SLURM started."""
-    in_time: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What bounds the time in which they meet."""
+    meeting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What bounds the time in which they meet, and says why they cannot."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -73,7 +73,7 @@ class TetheredDDP(DDPStrategy):
     def setup_environment(self) -> None:
         if self.starter is not None:
             tether(self.starter)
-        with self.in_time():
+        with self.meeting():
             super().setup_environment()
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -117,6 +118,19 @@ def test_worker_that_never_comes_ends_the_meeting(monkeypatch, capfd):
     (said,) = [text for text in capfd.readouterr().err.splitlines() if "error" in text]
     assert said.startswith("fl-lightning: error: not all of the 2 processes that were expected have met within 1 s; ")
     assert said.endswith("see that each may open files enough (ulimit -n), and reaches 127.0.0.1")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_workers_that_cannot_meet_say_why_in_one_line(monkeypatch, capfd):
+    """A variable of a cluster's, on a machine without that network: a traceback of torch's."""
+    monkeypatch.setenv(reach.INTERFACE, "nosuch0")
+    monkeypatch.setattr(launching, "GRACE", 20.0)
+    assert launch(end_with_a_message, Team(2, threads=1)) == 1
+    stderr = capfd.readouterr().err
+    assert "Traceback" not in stderr
+    (said,) = [line for line in stderr.splitlines() if "error" in line]
+    assert re.match(r"fl-lightning: error: the 2 processes of the run cannot meet \(.*nosuch0.*\); see that", said)
 
 
 def test_what_a_job_of_several_machines_left_is_not_asked(monkeypatch):
@@ -526,6 +540,26 @@ def join_two(meeting, stderr):
     os.environ.update(meeting)
     launching.MEETING, launching.GRACE = 0.6, 0.1
     launching.join(Team(2, outside=True))
+
+
+def test_processes_that_wait_long_for_others_say_where(monkeypatch):
+    """Nobody heard of a host that was lost, or of a name that leads nowhere, before ten minutes were over."""
+
+    def unknown(name, port):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(launching, "PATIENCE", 0.01)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for name, value in {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    said = threading.Event()
+    monkeypatch.setattr(launching, "say", lambda line: (lines.append(line), said.set()))
+    lines = []
+    with launching._in_time(Team(8, nodes=2, outside=True)):
+        assert said.wait(20)
+    (line,) = lines
+    where = r"at first \(Name or service not known\), port 29500"
+    assert re.match(rf"fl-lightning: note: waiting for all 8 processes to meet {where}; see that each was st", line)
 
 
 def test_processes_that_do_not_reach_each_other_say_so(monkeypatch, capsys):
