@@ -22,7 +22,7 @@ from fl_lightning.data.arrays import DataSpec
 from fl_lightning.data.store import TensorStore
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
-from fl_lightning.federation.model_files import load_model
+from fl_lightning.federation.reexamination import trained_model
 from fl_lightning.rebuilding import rebuilt
 from fl_lightning.report.recorded_run import has_ended
 from fl_lightning.sealed import read_json
@@ -184,15 +184,16 @@ def _global(loop: FederatedLoop) -> ClientModule:
     none = "this run has no global model; name a client" if loop.round else "this run has no checkpoint; name a client"
     if not loop.examiner.has_global_model or message is None or not loop.round:
         raise ConfigError("client", none)
-    return loop.runner.load_global(message)
+    return loop.runner.load_global(message, loop.round)
 
 
 def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:
     file = folder / "models" / f"{client:05d}.pt"
-    module, samples = loop.runner.load(client), loop.runner.attackers.samples[client]  # which an attack may change
+    samples = loop.runner.attackers.samples[client]  # which an attack may change
     if file.is_file():
-        load_model(module, file, "client")
+        module = trained_model(loop, client, file, "client")
     else:
+        module = loop.runner.load(client)
         lacks, kept = without_model(loop, folder, client), "this run keeps no models (federation.checkpoint.models)"
         took_part = loop.round == 0 or bool(loop.board.took_part[client])
         why = f"{kept}, is not finished, or was to be longer when that fit ended" if lacks is None else lacks

@@ -10,7 +10,7 @@ from fl_lightning.configuration import read_config
 from fl_lightning.core.predictor import headline
 from fl_lightning.errors import renamed, require
 from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.model_files import load_model
+from fl_lightning.federation.reexamination import trained_model
 from fl_lightning.parser import resolve
 from fl_lightning.report.record import read_metrics
 from fl_lightning.terminal import say
@@ -82,8 +82,7 @@ def trained(loop: FederatedLoop, folder: Path, option: str) -> Iterator[tuple[in
     for client in range(loop.num_clients):
         file = folder / "models" / f"{client:05d}.pt"
         if file.is_file() and len(loop.data.clients[client].test):
-            module = loop.runner.load(client)
-            load_model(module, file, option)
+            module = trained_model(loop, client, file, option)
             module.eval()
             yield client, module.method
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AsksWho(Exception):
-    """Something asks for what is one client's own."""
+    """Something asks for what is one client's own, or one round's."""
 
 
 class NobodysFacts(Facts):
@@ -25,6 +25,16 @@ class NobodysFacts(Facts):
     @override
     def __getattribute__(self, name: str) -> Any:
         if name in ("client", "is_newcomer"):
+            raise AsksWho(f"facts.{name}")
+        return super().__getattribute__(name)
+
+
+class TimelessFacts(NobodysFacts):
+    """What is so in every round."""
+
+    @override
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("round", "participants"):
             raise AsksWho(f"facts.{name}")
         return super().__getattribute__(name)
 
@@ -40,14 +50,18 @@ class NobodysFit(Fit):
 
 
 @contextmanager
-def as_nobody(method: Method) -> Iterator[None]:
+def as_nobody(method: Method, told: type[NobodysFacts] = NobodysFacts) -> Iterator[None]:
     """Keep from a method which client it is, and how its fit went.
 
     What asks for it meanwhile raises `AsksWho`.
+
+    Args:
+        method: the resident one.
+        told: what it still knows of the federation.
     """
     facts, fit = method.facts, method.fit
     known = {own.name: getattr(facts, own.name) for own in fields(Facts) if own.name != "client"}
-    method.facts, method.fit = NobodysFacts(**known), object.__new__(NobodysFit)
+    method.facts, method.fit = told(**known), object.__new__(NobodysFit)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from fl_lightning.federation.evaluation import Batches, Outcomes, Scores, join_b
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.fairness import read_reference
 from fl_lightning.federation.fit_checks import check_inputs
-from fl_lightning.federation.resting import draws, rests_on_what_travels
+from fl_lightning.federation.resting import draws, goes_by_the_round, rests_on_what_travels
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
 from fl_lightning.federation.sickness import ServerError, Ward, at
@@ -68,13 +68,17 @@ class Examiner:
         server = headline(template.predictors, "Server-T")
         self.has_global_model = dict(zip(template.predictors, travel, strict=True)).get(str(server), False)
         self._received_is_global = (
-            self.has_global_model and all(travel) and not any(way.adapts or way.fine_tunes for way in ways)
+            self.has_global_model
+            and all(travel)
+            and not any(way.adapts or way.fine_tunes for way in ways)
+            and not (sample is not None and goes_by_the_round(template, sample))
         )
         self._global_outcomes: list[Outcomes] | None = None
+        self._round = 0
 
-    def forget(self) -> None:
-        """The global model is another one now."""
-        self._global_outcomes = None
+    def forget(self, round: int) -> None:
+        """The global model is another one now, that of a round that is done."""
+        self._global_outcomes, self._round = None, round
 
     # --- the global model ---------------------------------------------------------------------------------------------
 
@@ -119,7 +123,7 @@ class Examiner:
         message = self.exchange.global_message()
         assert message is not None
         if self._global_outcomes is None:
-            module = self.runner.load_global(message)
+            module = self.runner.load_global(message, self._round)
             rank, size = self.workers.rank, self.workers.size
             try:
                 own = [self.runner.evaluator.batches(module, part.union, rank, size) for part in self.parts]

@@ -230,7 +230,7 @@ class FederatedLoop:
             with at_server(round, self.carriers.streams("close")):
                 self.exchange.close()
                 self.ward.check_outgoing(round)
-        self.examiner.forget()
+        self.examiner.forget(round)
         self.round = round
         self._end_round(reports)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.loop import FederatedLoop
@@ -60,6 +62,26 @@ def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> li
     return figures + [(name, then.get(name), value) for name, value in again.items()]
 
 
+def trained_model(loop: FederatedLoop, client: int, file: Path, key: str) -> ClientModule:
+    """A client as it was after its last fit, told what it was told in that round.
+
+    Args:
+        loop: the run's, at its end.
+        client: 0-based.
+        file: its model, in the run's ``models/``.
+        key: for errors.
+
+    Raises:
+        ConfigError: if the file is missing or damaged, or is of another model.
+    """
+    module = loop.runner.load(client)
+    load_model(module, file, key)
+    round = loop.calendar.last_fit(client, loop.round) or 0
+    participants = tuple(loop.calendar.participants(round)) if round else ()
+    module.method.facts = replace(loop.runner.facts, round=round, participants=participants, client=client)
+    return module
+
+
 def _leave_out(why: str) -> None:
     say(f"fl-lightning: accuracies of clients' own models (Local-T, Global-T) are not computed: {why}")
 
@@ -85,9 +107,7 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     for place, client in enumerate(loop.board.clients.tolist()):
         file = folder / f"{client:05d}.pt"
         if file.is_file():
-            module = loop.runner.load(client)
-            load_model(module, file, "evaluate")
-            found = loop.runner.evaluator.client(module, client, "trained")
+            found = loop.runner.evaluator.client(trained_model(loop, client, file, "evaluate"), client, "trained")
         elif loop.board.took_part[client]:  # it fell sick in its last round, or the run ended before that
             if not _was_tested(loop, client):
                 _leave_out(f"{folder} lacks the last model of client {client}, which was not tested after its last fit")

@@ -11,7 +11,7 @@ from torch import Tensor
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Predictor, Seen
-from fl_lightning.core.nobody import AsksWho, as_nobody
+from fl_lightning.core.nobody import AsksWho, TimelessFacts, as_nobody
 from fl_lightning.seeding import isolated_streams
 
 BODY = "model.body."
@@ -34,6 +34,23 @@ def rests_on_what_travels(client: ClientModule, way: Predictor, x: Tensor) -> bo
             return _unmoved(client, _not_travelling(client), partial(_scores, way, x), (0, 0))
     except AsksWho:
         return False
+
+
+def goes_by_the_round(client: ClientModule, x: Tensor) -> bool:
+    """Whether a prediction asks which round it is: after a receive it is another one than when the model was made.
+
+    Args:
+        client: any client, with predictions that may be everybody's.
+        x: [1, …] an input.
+    """
+    with torch.no_grad(), training(client.method, False), isolated_streams(0, "examiner"):
+        try:
+            with as_nobody(client.method, TimelessFacts):
+                for way in client.predictors.values():
+                    way.scores(Seen(x))
+        except AsksWho:
+            return True
+    return False
 
 
 def draws(client: ClientModule, x: Tensor) -> bool:

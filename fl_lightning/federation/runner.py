@@ -282,9 +282,15 @@ class Runner:
         self.receive(module, Message(), self.attackers.samples[client], self.facts)
         return self.evaluator.client(module, client, "trained")
 
-    def load_global(self, message: Message) -> ClientModule:
-        """The global model: the first architecture's initial state with the global message's weights."""
+    def load_global(self, message: Message, round: int = 0) -> ClientModule:
+        """The global model: the first architecture's initial state with the global message's weights.
+
+        Args:
+            message: what all hear.
+            round: the one that it is from, of which predictions are told; 0 before the first.
+        """
         module = self.modules[0]
+        module.method.facts = replace(self.facts, round=round)
         self._initial_loose[0].put_back()
         module.load({**self._initial[0], **self._initial_shared[0], **self.global_entries(message)})
         return module

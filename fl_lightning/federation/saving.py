@@ -171,7 +171,7 @@ def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.cohort.load_state_dict(state.get("cohort", {}))
     loop.ledger.load_state_dict(state)
     loop.patience.load_state_dict(state["patience"])
-    loop.examiner.forget()
+    loop.examiner.forget(loop.round)
     for name, callback in _named(loop):
         if name in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][name])

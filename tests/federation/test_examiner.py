@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fl_lightning.classifier import classifier_of
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method, Predictor, Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.examiner import holds
+from fl_lightning.federation.reexamination import reexamine
 from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
@@ -98,6 +100,13 @@ class KnowsWho(FedAvg):
     def scores(self, seen):
         logits = seen.logits(self.model)
         return logits.flip(1) if self.facts.client % 2 == 1 else logits
+
+
+class GoesByTheRound(FedAvg):
+    """Rolls the classes by the rounds that are told of, as where data drift."""
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model).roll(self.facts.round, 1))}
 
 
 class KnowsItsSteps(FedAvg):
@@ -241,6 +250,7 @@ def test_server_accuracy_of_two_models_is_the_global_ones(mlp, run_federation):
     ("make", "has_one"),
     [
         (FedAvg, True), (TwoModels, True), (FedBABU, True), (Starts, True), (Claims, False), (FedRep, False),
+        (GoesByTheRound, True),
         (Local, False), (FedProto, False), (lambda model: KnowsItsClasses(model, "prior"), False),
     ],
 )  # fmt: skip
@@ -316,6 +326,7 @@ CASES = {
     "a head made anew, then tuned": FedBABU,
     "a mask of own classes": lambda model: KnowsItsClasses(model, "mask"),
     "two models": TwoModels,
+    "another in every round": GoesByTheRound,
 }
 
 
@@ -328,6 +339,23 @@ def test_scores_read_off_the_global_model_are_those_of_a_test(name, participatio
     for loop in (short, tested):
         loop.final = loop.run()
     assert_same_numbers(short, tested)
+
+
+@pytest.mark.parametrize("make", [GoesByTheRound, KnowsWho])
+def test_predictions_that_go_by_what_is_told_are_found_again(make, mlp, set_up_federation, assert_resumes, tmp_path):
+    """They were told of round 0, and of no client: by `evaluate`, by models that are loaded, and in resumed runs."""
+    straight = assert_resumes(lambda: make(mlp()), participation=0.5)
+    loop = set_up_federation(lambda: make(mlp()), participation=0.5, folder=tmp_path)
+    found = {name: value for name, _, value in reexamine(loop, tmp_path)}
+    written = {**straight.diary.rows[-1], **straight.final}
+    assert found.items() <= written.items()
+    assert {"Local-T", "Local-T_received"} <= found.keys()
+    for client in range(loop.num_clients):
+        model, data = classifier_of(loop, tmp_path, client), loop.data.clients[client]
+        x, y = loop.data.store.gather(data.test)
+        with torch.no_grad():
+            right = float((model(x).argmax(1) == y).double().mean())
+        assert right == straight.scores["Local-T"][client]
 
 
 def test_what_the_global_model_makes_of_all_samples_is_measured_once_for_all_clients(mlp, set_up_federation):
@@ -367,6 +395,7 @@ def count_tests(loop):
         ("moved by some", [1, 3]),
         ("a mask of own classes", [0, 1, 2, 3]),
         ("two models", [0, 1, 2, 3]),
+        ("another in every round", [0, 1, 2, 3]),
     ],
 )
 def test_who_holds_the_global_model_is_not_tested_again(name, clients, mlp, set_up_federation):
