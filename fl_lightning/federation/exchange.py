@@ -202,6 +202,11 @@ class Carriers:
         self.round = 0
         """The one that is open, 1-based."""
 
+    @property
+    def server(self) -> Server | None:
+        """In the middle; None where there is none."""
+        return getattr(self._exchange, "server", None)
+
     def streams(self, hook: str, client: int = -1) -> AbstractContextManager[None]:
         """For the length of one of the exchange's hooks."""
         return streams_of_own_code(self._parts, self._seed, f"exchange/{hook}", self.round, client)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fl_lightning.core.facts import PlansRounds
+from fl_lightning.core.telling import codes_of
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.callbacks import FederationCallback, Loop
@@ -22,6 +23,7 @@ from fl_lightning.federation.unsaved import checked_state
 from fl_lightning.identity import CODE, CONTENTS
 from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
+from fl_lightning.trust import is_known
 
 
 def state_of(loop: Loop) -> dict[str, Any]:
@@ -108,6 +110,22 @@ def _check_rounds(loop: Loop, planned: int) -> None:
     plans = isinstance(method, PlansRounds) and method.plans_rounds
     kept = planned == loop.settings.rounds or not plans
     require(kept, "federation.rounds", rule, loop.settings.rounds)
+    own = None if planned == loop.settings.rounds or not loop.workers.is_main else _asks_for_rounds(loop)
+    if own is not None:
+        say(
+            f"fl-lightning: {own} asks for facts.rounds, which were {planned} until now: this run is not the one that "
+            f"{loop.settings.rounds} rounds from the beginning give (a method that is a PlansRounds, too, refuses this)"
+        )
+
+
+def _asks_for_rounds(loop: Loop) -> str | None:
+    """The first of somebody's own classes in method, terms and server whose code asks how many rounds there are."""
+    for kind in dict.fromkeys(map(type, (*loop.runner.modules[0].method.modules(), loop.carriers.server))):
+        names = {name for base in kind.__mro__ if not is_known(base.__module__) for name in vars(base)}
+        for code in codes_of(kind, names):
+            if "rounds" in code.co_names and "facts" in (*code.co_names, *code.co_varnames):
+                return kind.__name__
+    return None
 
 
 def _check_tested(loop: Loop, state: Mapping[str, Any]) -> None:

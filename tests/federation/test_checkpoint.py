@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fl_lightning import files
+from fl_lightning.core.method import Phase, Server
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
@@ -275,3 +276,39 @@ def test_a_run_does_not_end_where_clients_would_count_with_figures_of_an_earlier
     assert {k: v for k, v in cut.diary.rows[-1].items() if "-T" in k} == pytest.approx(
         {k: v for k, v in straight.diary.rows[-1].items() if "-T" in k}, nan_ok=True
     )
+
+
+class Anneals(FedAvg):
+    """Trains less from round to round."""
+
+    def phases(self):
+        return [Phase("all", lr=0.1 * (1 - self.facts.round / (self.facts.rounds + 1)))]
+
+
+class Cooling(Server):
+    """Weighs all alike at the run's end."""
+
+    def weight_of(self, message):
+        return message.num_samples ** (1 - self.facts.round / self.facts.rounds)
+
+
+class Cools(FedAvg):
+    """Its server anneals."""
+
+    def make_server(self, initial, facts):
+        return Cooling(initial)
+
+
+@pytest.mark.parametrize(("make", "said"), [(Anneals, "Anneals"), (Cools, "Cooling"), (FedAvg, "")])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_longer_run_says_what_of_ones_own_goes_by_the_number_of_rounds(
+    set_up_federation, mlp, tmp_path, capsys, make, said, rounds
+):
+    """The rounds before had the schedule of a shorter run, and nothing said so."""
+    set_up_federation(lambda: make(mlp()), rounds=1, folder=tmp_path).run()
+    longer = set_up_federation(lambda: make(mlp()), rounds=rounds, folder=tmp_path)
+    capsys.readouterr()
+    longer.load_state_dict(longer.checkpoints.load(longer.checkpoints.find("auto")))
+    err = capsys.readouterr().err
+    assert (f"{said} asks for facts.rounds, which were 1 until now" in err) == (bool(said) and rounds > 1)
+    assert err.count("\n") == (1 if said and rounds > 1 else 0)
