@@ -57,7 +57,8 @@ class Phase:
     Args:
         name: how the phase is called in errors.
         trains: submodules (dotted names) whose parameters are trained; ``""`` is the whole method. The others are
-            frozen: not given to the optimizer, and without a gradient.
+            frozen: not given to the optimizer, and without a gradient. Beside `parts` they say it; what is named here
+            must be in one of them.
         epochs: epochs of the phase; None takes `federation.local_epochs`, 0 leaves the phase out.
         terms: names of the terms that count in this phase; None takes all.
         through: the split model that `Step.forward` passes mini-batches through.

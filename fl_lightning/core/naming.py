@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
+from fl_lightning.core.division import matches
 from fl_lightning.core.facts import Phase
 from fl_lightning.core.predictor import Figure, Predictor, headline
 from fl_lightning.errors import ConfigError, own_code, require, suggest
@@ -56,6 +57,7 @@ def check_phases(method: Method, phases: Sequence[Phase]) -> None:
     new = [each for each in said if each not in known]
     if new:
         _require_known(method, new)
+        _require_parts(method, phases)
         known.update(new)
     for phase in phases:
         odd = next((part for part in phase.settings or () if part not in phase.by_part), None)
@@ -90,6 +92,18 @@ def _require_known(method: Method, said: Iterable[tuple[str, Iterable[Any]]]) ->
         if unknown is not None:
             near = suggest(unknown, [name for name in known if name])
             raise ConfigError("method", f"{who}'s {what} names {unknown!r}, which it does not have; {near}")
+
+
+def _require_parts(method: Method, phases: Iterable[Phase]) -> None:
+    """Refuse a phase that trains what is in none of its parts, which no optimizer would have."""
+    for phase in phases:
+        if not phase.parts or "" in phase.trains:  # else its parts alone say what is trained
+            continue
+        names = [name for own in phase.parts.values() for name in own]
+        free = (name for name, p in method.named_parameters() if p.requires_grad and matches(name, phase.trains))
+        left = next((name for name in free if not matches(name, names)), None)
+        rule = f"{type(method).__name__}'s phase {phase.name!r} trains {left!r}, which is in none of its parts"
+        require(left is None, "method", f"{rule}: name it in one, or not in trains")
 
 
 def _check_ways(who: str, ways: Any) -> None:

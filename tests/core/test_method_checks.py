@@ -58,6 +58,10 @@ def by_scores(scores):
             "phase 'x' has settings of 'x', which is no part of it",
         ),
         (
+            by_phases(Phase("x", trains=("model",), parts={"body": ("model.body",)}, settings={"body": {"lr": 0.5}})),
+            r"phase 'x' trains 'model\.head\.\w+', which is in none of its parts: name it in one, or not in trains",
+        ),
+        (
             by_ways(a=("Local-T",), b=("Local-T",)),
             r"predictors\(\): Local-T must have one predictor, but 'a' and 'b' cl",
         ),
