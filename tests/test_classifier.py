@@ -38,6 +38,7 @@ def accuracy(model, data, indices):
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_classifier_predicts_as_the_evaluation_does(name, set_up_federation, conv_net, tmp_path):
     loop = set_up_federation(lambda: METHODS[name](conv_net()), rounds=1, folder=tmp_path, optimizer=adam)
+    assert not loop.runner.evaluator.mixes
     loop.run()
     expected = loop.scores["Local-T"]
     server = loop.diary.rows[-1]["Server-T"]

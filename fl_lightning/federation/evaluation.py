@@ -130,21 +130,33 @@ class Evaluator:
         self._positions, self._balances = Recent(), Recent()
         self.draws = False
         """Whether a model draws random numbers when it predicts: each mini-batch then has a stream of its own."""
+        self.mixes = False
+        """Whether a prediction looks at a mini-batch's other samples: own samples are then tested by themselves."""
         self._embeddings = Embeddings()
         self._of_unions: dict[tuple[str, int], Tensor] = {}
         self._measured: dict[tuple[str, str, str], tuple[Outcome, dict[str, float]]] = {}
 
     def client(self, module: ClientModule, client: int, moment: Moment) -> Scores:
         """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
-        found = self.outcomes(module, client, moment)
-        return self._read(module, client, moment, found, [part.globally for part in self.parts])
+        found, unions = self.outcomes(module, client, moment), [part.globally for part in self.parts]
+        scores = self._read(module, client, moment, found, unions)
+        if self.mixes and any(unions):
+            alone = self.outcomes(module, client, moment, alone=True)
+            scores |= self._read(module, client, moment, alone, [False] * len(unions), globally=False)
+        return scores
 
     def scores(self, module: ClientModule, client: int, moment: Moment, found: Sequence[Outcomes]) -> Scores:
         """Read a client's figures off what its model makes of the union of each part."""
         return self._read(module, client, moment, found, [True] * len(self.parts))
 
     def _read(
-        self, module: ClientModule, client: int, moment: Moment, found: Sequence[Outcomes], unions: Sequence[bool]
+        self,
+        module: ClientModule,
+        client: int,
+        moment: Moment,
+        found: Sequence[Outcomes],
+        unions: Sequence[bool],
+        globally: bool = True,
     ) -> Scores:
         """Figures of outcomes on each part, of which some are on its union and the others on the client's own."""
         scores: Scores = {}
@@ -157,7 +169,7 @@ class Evaluator:
                     own = {way: outcome.at(positions) for way, outcome in outcomes.items()}
                 values = {way: self.measures.of(outcome, balance) for way, outcome in own.items()}
                 scores |= _named("own", *about, values)
-            if part.globally:
+            if part.globally and globally:
                 values = {way: self.of_union(part, way, moment, outcome) for way, outcome in outcomes.items()}
                 scores |= _named("all", *about, values)
         return scores
@@ -208,10 +220,16 @@ class Evaluator:
                     columns += names if there else []
         return sorted(columns, key=is_measure)  # in their order otherwise
 
-    def outcomes(self, module: ClientModule, client: int, moment: Moment) -> list[Outcomes]:
+    def outcomes(self, module: ClientModule, client: int, moment: Moment, alone: bool = False) -> list[Outcomes]:
         """What a client's module makes of what it is tested on of each part, for each of its ways to predict.
 
         Those that adapt do so on a throw-away copy.
+
+        Args:
+            module: the module.
+            client: 0-based.
+            moment: when.
+            alone: on the client's own samples of each part alone, also where it is tested on all clients'.
         """
         ways = module.predictors
         adapting = [name for name, way in ways.items() if way.adapts]
@@ -226,8 +244,10 @@ class Evaluator:
             if names:
                 with context:
                     for own, part in zip(found, self.parts, strict=True):
-                        keeps = part.letter if moment == "received" and part.globally and names is plain else None
-                        own |= self.batches(module, part.indices(client), names=names, keeps=keeps)
+                        received = moment == "received" and names is plain and not alone
+                        keeps = part.letter if received and part.globally else None
+                        indices = part.own[client] if alone else part.indices(client)
+                        own |= self.batches(module, indices, names=names, keeps=keeps)
         return [{name: join_batches([own[name]]) for name in ways} for own in found]
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from fl_lightning.federation.evaluation import Batches, Outcomes, Scores, join_b
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.fairness import read_reference
 from fl_lightning.federation.fit_checks import check_inputs
-from fl_lightning.federation.resting import draws, goes_by_the_round, rests_on_what_travels
+from fl_lightning.federation.resting import draws, goes_by_the_round, mixes, rests_on_what_travels
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
 from fl_lightning.federation.sickness import ServerError, Ward, at
@@ -56,11 +56,13 @@ class Examiner:
             who = data.partition_hash, data.samples_hash, len(data.clients), data.evaluate_on
             found = read_reference(self.policy.reference, *who)
             self.board.alone = found
-        some = torch.arange(len(data.store.x))[:1]  # any one will do
-        sample = data.store.gather(some)[0] if len(some) else None
-        if sample is not None:
+        some = torch.arange(len(data.store.x))[:3]  # any will do
+        few = data.store.gather(some)[0] if len(some) else None
+        sample = None if few is None else few[:1]
+        if few is not None and sample is not None:
             check_inputs(runner.modules, sample)
             runner.evaluator.draws = any(draws(module, sample) for module in runner.modules)
+            runner.evaluator.mixes = any(mixes(module, few) for module in runner.modules)
             if NAME in template.predictors:
                 check_tunable(template.method, sample)
         ways = list(template.predictors.values())
@@ -70,6 +72,7 @@ class Examiner:
         self._received_is_global = (
             self.has_global_model
             and all(travel)
+            and not runner.evaluator.mixes
             and not any(way.adapts or way.fine_tunes for way in ways)
             and not (sample is not None and goes_by_the_round(template, sample))
         )

@@ -12,6 +12,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Predictor, Seen
 from fl_lightning.core.nobody import AsksWho, TimelessFacts, as_nobody
+from fl_lightning.errors import own_code
 from fl_lightning.seeding import isolated_streams
 
 BODY = "model.body."
@@ -65,6 +66,26 @@ def draws(client: ClientModule, x: Tensor) -> bool:
 
 def _scores(way: Predictor, x: Tensor) -> Tensor:
     return way.scores(Seen(x))
+
+
+def mixes(client: ClientModule, x: Tensor) -> bool:
+    """Whether a prediction looks at a mini-batch's other samples, as one that adapts to what it is given does.
+
+    Args:
+        client: any client of its architecture.
+        x: [3, …] inputs: the first is predicted beside the second, and beside the third.
+    """
+    if len(x) < 3:
+        return False
+    for way in client.predictors.values():
+        found: list[Tensor] = []
+        with torch.no_grad(), training(client.method, False), own_code("method", client.method, "predictors()"):
+            for other in (1, 2):
+                with isolated_streams(0, "examiner"):
+                    found.append(_scores(way, x[[0, other]])[0])
+        if not torch.allclose(found[0], found[1], rtol=0, atol=0, equal_nan=True):
+            return True
+    return False
 
 
 def embeds_by_a_body_that_travels(client: ClientModule, x: Tensor) -> bool:

@@ -95,7 +95,8 @@ def outcomes_together(
         AsksWho: where a prediction asks which client it is for, or how its fit went.
     """
     ways, count = module.predictors, len(rows)
-    if any(way.adapts or way.fine_tunes for way in ways.values()) or not all(p.globally for p in evaluator.parts):
+    apart = evaluator.mixes or not all(part.globally for part in evaluator.parts)
+    if apart or any(way.adapts or way.fine_tunes for way in ways.values()):
         raise Unstackable("its clients are tested one by one")
     found: list[list[Batches]] = [[] for _ in range(count)]
     broken = torch.zeros(count, dtype=torch.bool, device=rows.layout.device)

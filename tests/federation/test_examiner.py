@@ -17,7 +17,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.examiner import holds
 from fl_lightning.federation.reexamination import reexamine
-from fl_lightning.federation.resting import rests_on_what_travels
+from fl_lightning.federation.resting import mixes, rests_on_what_travels
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbabu import FedBABU
@@ -109,6 +109,13 @@ class GoesByTheRound(FedAvg):
         return {"": Predictor(lambda seen: seen.logits(self.model).roll(self.facts.round, 1))}
 
 
+class Compares(FedAvg):
+    """Predicts by what sets a sample apart from those that are tested with it, as a model that adapts to them."""
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model) - seen.logits(self.model).mean(0))}
+
+
 class KnowsItsSteps(FedAvg):
     """Rolls the classes by the steps of its last fit."""
 
@@ -187,6 +194,26 @@ def test_measuring_leaves_the_client_and_the_streams_alone(make, mlp, make_clien
     assert_identical(dict((*client.entries.items(), *client.method.named_buffers())), before)
     assert torch.equal(torch.get_rng_state(), stream)
     assert client.training
+
+
+@pytest.mark.parametrize("make", [Compares, FedAvg, Draws, TwoModels, KnowsWho, PerFedAvg, FedProto])
+def test_whether_a_prediction_looks_at_the_samples_beside(make, mlp, make_client):
+    few = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert mixes(make_client(make(mlp())), few) == (make is Compares)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_own_samples_are_tested_by_themselves_where_a_prediction_looks_at_others(mlp, run_federation, cohort):
+    """Local-T was what came of them among all clients' samples, whenever these were tested, too."""
+    both, own = (
+        run_federation(lambda: Compares(mlp()), cohort=cohort, evaluate=EvaluationPolicy(globally=globally))
+        for globally in (True, False)
+    )
+    for name, values in own.scores.items():
+        np.testing.assert_array_equal(values, both.scores[name])
+    assert own.final.items() <= both.final.items()
+    assert both.diary.rows[-1]["Server-T"] == own.diary.rows[-1]["Server-T"] is not None
+    assert any(name.startswith("Global-T") for name in both.scores)
 
 
 def test_measuring_that_fails_puts_back_what_it_hid(mlp, make_client, x, assert_identical):
