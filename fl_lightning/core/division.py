@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.core.moving import copies, copy_all, moved
+from fl_lightning.core.nobody import asked_once
 from fl_lightning.core.walking import parts_of
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.split import SplitModel
@@ -95,7 +96,8 @@ class Division:
             statistic = isinstance(owner, _NormBase) and name.rpartition(".")[2] in owner._buffers
             return stays if statistic and not self._share_buffers else rule(name, owner)
 
-        return tuple(name for name, owner in entries if chosen(name, owner))
+        with asked_once(self._method, f"{'is_kept' if stays else 'is_shared'}()"):
+            return tuple(name for name, owner in entries if chosen(name, owner))
 
     def entries(self) -> dict[str, Tensor]:
         """The method's state dict as it is now, without copies: its places are found once, their tensors every time."""

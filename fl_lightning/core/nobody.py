@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
 from fl_lightning.core.facts import Facts, Fit
-
-if TYPE_CHECKING:
-    from fl_lightning.core.method import Method
+from fl_lightning.errors import ConfigError
 
 
 class AsksWho(Exception):
@@ -50,7 +48,7 @@ class NobodysFit(Fit):
 
 
 @contextmanager
-def as_nobody(method: Method, told: type[NobodysFacts] = NobodysFacts) -> Iterator[None]:
+def as_nobody(method: Any, told: type[NobodysFacts] = NobodysFacts) -> Iterator[None]:
     """Keep from a method which client it is, and how its fit went.
 
     What asks for it meanwhile raises `AsksWho`.
@@ -66,3 +64,22 @@ def as_nobody(method: Method, told: type[NobodysFacts] = NobodysFacts) -> Iterat
         yield
     finally:
         method.facts, method.fit = facts, fit
+
+
+@contextmanager
+def asked_once(method: Any, what: str) -> Iterator[None]:
+    """A stretch in which a method answers for all rounds and clients.
+
+    Args:
+        method: it; a module without facts is told nothing anyway.
+        what: it is asked, e.g. ``is_shared()``.
+
+    Raises:
+        ConfigError: if it asks for the round, or for what is one client's own.
+    """
+    try:
+        with as_nobody(method, TimelessFacts) if hasattr(method, "facts") else nullcontext():
+            yield
+    except AsksWho as error:
+        rule = f"{type(method).__name__}.{what} asks for {error}, and is asked once, for all rounds and clients"
+        raise ConfigError("method", f"{rule}: what only some of them send is an artifact") from error

@@ -69,6 +69,18 @@ def by_scores(scores):
             by_ways(a=("Local-X",)),
             "predictor 'a' gives 'Local-X', which is no headline figure; choose from Local-T, Gl",
         ),
+        (
+            own(is_shared=lambda self, name, module: self.facts.round % 2 == 0 or "body" in name),
+            r"Own\.is_shared\(\) asks for facts\.round, and is asked once, for all rounds and clients: what only",
+        ),
+        (
+            own(shared=property(lambda self: ("model", "model.body")[self.facts.client % 2 :])),
+            r"Own\.is_shared\(\) asks for facts\.client, and is asked once",
+        ),
+        (
+            own(is_kept=lambda self, name, module: self.fit.num_steps == 0),
+            r"Own\.is_kept\(\) asks for fit\.num_steps, and is asked once",
+        ),
         (own(phases=lambda self: Phase("all")), r"Own\.phases\(\) must give a list of Phase, got 'Phase'"),
         (own(phases=lambda self: ["all"]), r"Own\.phases\(\) must give a list of Phase, got 'list'"),
         (
