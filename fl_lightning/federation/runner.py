@@ -62,6 +62,7 @@ from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.report.record import as_logged
 from fl_lightning.sealed import save_tensors
 from fl_lightning.seeding import derive_seed, seed_global_streams
+from fl_lightning.trust import is_known
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
@@ -126,8 +127,7 @@ class Runner:
         self._passes = Passes()
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
-        self._checkups = [Checkups(module, settings.max_growth) for module in self.modules]
-        self._inbound = Inbound()
+        self._checkups, self._inbound = [Checkups(own, settings.max_growth) for own in self.modules], Inbound()
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
@@ -141,7 +141,7 @@ class Runner:
         seed_global_streams(self.seed, "init", 0, client)
         try:
             method = self.make_method(architecture)
-            method.facts = self.facts
+            method.facts = _told_at_first(method, self.facts)
             module = ClientModule(method, fit_settings, self.settings.share_buffers, self.data.drop_last)
             module.fine_tune = self.settings.evaluate.fine_tune
         except ConfigError:
@@ -154,6 +154,7 @@ class Runner:
         if fit_settings is not None:
             plan_shortest(module, self.trainer, self.settings, self.data, self.architecture == architecture, self.seed)
             check_optimizer(module, self.device, self.trainer.max_steps)
+        method.facts = self.facts
         if self.settings.channels_last and _has_convolution(module):
             _lay_out(module)
         return module.use(self.trainer.precision_plugin).to(self.device)
@@ -382,6 +383,11 @@ def _facts(settings: Federation, num_clients: int, seed: int, device: torch.devi
     newcomers = settings.newcomers
     expected = Calendar(settings, num_clients, seed).expected(newcomers.after + 1)
     return Facts(num_clients, settings.rounds, seed, device, newcomers=newcomers.clients, expected=expected)
+
+
+def _told_at_first(method: Method, facts: Facts) -> Facts:
+    """What a method is told as it is looked at before training: one's own may have a schedule from round 1 on."""
+    return facts if is_known(type(method).__module__) else replace(facts, round=1)
 
 
 def _taken(flags: dict[str, Any], optimizer: OptimizerFactory, recall: int) -> FitSettings:

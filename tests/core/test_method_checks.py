@@ -108,6 +108,19 @@ def test_an_option_that_a_phases_optimizer_does_not_have_is_refused(mlp, set_up_
         set_up_federation(lambda: kind(mlp()))
 
 
+@pytest.mark.parametrize("share", [lambda round: 0.2 * min(round, 5), lambda round: 1 / round])
+def test_a_schedule_over_rounds_begins_with_the_first_one(share, mlp, run_federation):
+    """Before training it was asked for a round 0: a warm-up had no learning rate there, and 1/t no value."""
+    rates = []
+
+    def phases(self):
+        return [Phase("all", lr=0.1 * share(self.facts.round))]
+
+    kind = own(phases=phases, on_fit_end=lambda self: rates.append(self.fit.lr))
+    loop = run_federation(lambda: kind(mlp()), rounds=2)
+    assert rates == pytest.approx([0.1 * share(1)] * loop.num_clients + [0.1 * share(2)] * loop.num_clients)
+
+
 @pytest.mark.parametrize(
     ("later", "rule"),
     [
