@@ -374,8 +374,7 @@ class Runner:
 
     def _keep(self, module: ClientModule, client: int, round: int) -> None:
         names = (*module.division.kept, *(module.division.shared if self.keeps_shared else ()))
-        state = module.division.state(names)
-        self.pool.put(client, {**state, **self._memory}, round)
+        self.pool.put(client, {**module.division.state(names), **self._memory}, round)
 
 
 def _facts(settings: Federation, num_clients: int, seed: int, device: torch.device) -> Facts:
