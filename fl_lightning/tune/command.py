@@ -41,8 +41,8 @@ DESCRIPTION = (
 )
 COLUMN = Column("validation", Overlay(), {})
 LOOKS = 10  # points at most that are resolved to find one that is not refused
-_MADE = ("data", "federation", "method", "model", "optimizer", "trainer")
-"""Sections whose classes may refuse what another section chooses."""
+_MADE = ("method", "model", "optimizer")
+"""Sections whose classes are made of each other, and so may refuse what another section chooses."""
 
 
 class Tuning:

@@ -117,6 +117,13 @@ def test_a_value_that_no_trial_varies_ends_a_search_unless_another_point_came_th
     assert searched(**full)[0].refusal == next(iter(full.values()))
 
 
+@pytest.mark.parametrize("line", ["data: cannot be read", "trainer: has no such plugin", "federation: is too small"])
+def test_what_no_class_refuses_for_anothers_choice_ends_a_search_at_once(line, searched):
+    """It went on through all of its trials, each of which ended like the first."""
+    tuning, _, states, _ = searched(_8=line, _16=line, _32=line)
+    assert (tuning.refusal, states) == (line, {"Method": ["failed"]})
+
+
 def test_a_method_without_the_figure_is_named(searched):
     """ "No run has it", it was said where those of the method before it had."""
     rows = [{"round": 1, "seconds": 2.0}]
