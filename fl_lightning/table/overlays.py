@@ -34,7 +34,8 @@ class Overlay:
         for file in self.files:
             yield from ("--config", os.path.relpath(file))
         for key, value in flatten(self.settings):
-            yield option(key, value)
+            if value != {} or not key.endswith(".init_args"):  # which take none back, as in a file
+                yield option(key, value)
 
     def layers(self) -> Iterator[tuple[str, Any]]:
         """The same as dotted keys and values, later ones over earlier ones."""

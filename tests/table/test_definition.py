@@ -1,5 +1,6 @@
 import pytest
 
+from fl_lightning.command_line import CommandLine
 from fl_lightning.errors import ConfigError
 from fl_lightning.parser import configured
 from fl_lightning.table.definition import Published, read_definition
@@ -117,6 +118,14 @@ def test_short_forms_of_a_section_are_those_of_a_configuration(tmp_path):
     assert words(0.2) == ["--federation.failures.probability=0.2"]
     with pytest.raises(ConfigError, match=r"^rows\.A\.set\.federation\.failures: must be a probability \(0\.3\)"):
         words("often")
+
+
+def test_empty_arguments_of_a_class_say_as_little_as_in_a_file():
+    """As options they take back what the base says: a row became another run than the same section in `files`."""
+    section = {"method": {"class_path": "FedProx", "init_args": {}}}
+    base = {"method": {"class_path": "FedProx", "init_args": {"mu": 0.5}}}
+    trees = [CommandLine([base, *own]).tree["method"] for own in (Overlay((), section).words(), [section])]
+    assert trees == [base["method"]] * 2
 
 
 def resolved(label, **settings):
