@@ -102,7 +102,8 @@ class _OfSlurm(_Spread, SLURMEnvironment):
     @override
     def main_port(self) -> int:
         """Lightning's by the job, but for each of its steps another: several runs may share an allocation."""
-        job, step = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
+        said = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID"))
+        job, step = (int(own) if own.isdecimal() else 0 for own in said)  # a step may have a name (`batch`)
         os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + (job + 97 * step) % 10_000))
         return super().main_port
 

@@ -356,7 +356,9 @@ def test_runs_that_share_a_job_of_slurm_meet_at_ports_of_their_own(monkeypatch):
     assert len(set(ports)) == 3
     assert ports[0] == ports[-1] == 19321  # Lightning's
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert launching._OfSlurm().main_port == 29500
+    for step in ("3", "batch", ""):  # whatever a site's wrapper says
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        assert launching._OfSlurm().main_port == 29500
 
 
 def test_slurm_job_of_one_task_is_an_ordinary_process(monkeypatch):
