@@ -27,6 +27,7 @@ from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.method_checks import check_fit, check_method, checked_weights
 from fl_lightning.core.naming import known_ways
+from fl_lightning.core.nobody import in_a_round
 from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, is_plain, tell_of_steps
 from fl_lightning.core.planning import Plan, plan_of
@@ -214,7 +215,8 @@ class ClientModule(L.LightningModule):
     @property
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses that are taken down: the sum, each term that counts, and the method's own."""
-        return ("loss", *(term.name for term in self.method.terms if term.weight > 0), *self.method.losses())
+        with in_a_round(self.method):
+            return ("loss", *(term.name for term in self.method.terms if term.weight > 0), *self.method.losses())
 
     # --- the local fit ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from typing_extensions import override
@@ -83,3 +83,19 @@ def asked_once(method: Any, what: str) -> Iterator[None]:
     except AsksWho as error:
         rule = f"{type(method).__name__}.{what} asks for {error}, and is asked once, for all rounds and clients"
         raise ConfigError("method", f"{rule}: what only some of them send is an artifact") from error
+
+
+@contextmanager
+def in_a_round(method: Any) -> Iterator[None]:
+    """A stretch in which a method that is in no round is told of the first one: its schedules may begin there.
+
+    Args:
+        method: it.
+    """
+    facts = method.facts
+    if facts.round == 0:
+        method.facts = replace(facts, round=1)
+    try:
+        yield
+    finally:
+        method.facts = facts

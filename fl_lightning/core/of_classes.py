@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from fl_lightning.core.leaves import SIMPLE
 from fl_lightning.core.mark import stand_in
 
 _HOLD = (list, dict, set, deque)
@@ -45,15 +45,15 @@ def of_classes(modules: Iterable[tuple[str, nn.Module]], numbers: Mapping[int, i
         Unstackable: for what draws random numbers.
     """
     found: dict[int, tuple[str, Any]] = {}
+    known: set[type] = set()  # a deep model has hundreds of modules of few classes
     for name, module in modules:
         for kind in type(module).__mro__:
-            if kind.__module__.partition(".")[0] not in _OTHERS:
+            if kind not in known and kind.__module__.partition(".")[0] not in _OTHERS:
                 for key, value in vars(kind).items():
                     if isinstance(value, _HOLD) and not key.startswith("__"):
                         found.setdefault(id(value), (f"{name}.{key}", value))
-    return [
-        OfClass(name, value, copy.copy(value), numbers, _mark(name, value, numbers)) for name, value in found.values()
-    ]
+            known.add(kind)
+    return [OfClass(name, own, _plain(own), numbers, _mark(name, own, numbers)) for name, own in found.values()]
 
 
 def written_into(held: Iterable[OfClass]) -> str:
@@ -68,5 +68,16 @@ def put_back(held: Iterable[OfClass]) -> None:
         (own.value.extend if isinstance(own.value, (list, deque)) else own.value.update)(own.before)
 
 
+def _plain(value: Any) -> list[Any] | dict[Any, Any]:
+    """What it holds; its class may know no copies."""
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
 def _mark(name: str, value: Any, numbers: Mapping[int, int]) -> Hashable:
-    return stand_in(value if isinstance(value, (list, dict)) else list(value), name, numbers)
+    parts = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+    if SIMPLE.issuperset(map(type, parts)):
+        return parts  # a vocabulary, say: a look at each word by itself takes longer than a step
+    try:
+        return stand_in(value if isinstance(value, (list, dict)) else list(value), name, numbers)
+    except RecursionError:  # it is in itself
+        return tuple(map(id, parts))

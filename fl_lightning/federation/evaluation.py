@@ -60,6 +60,10 @@ class Part:
         """What a client is tested on."""
         return self.union if self.globally else self.own[client]
 
+    def is_empty(self, client: int) -> bool:
+        """Whether a client has no samples of its own in it."""
+        return len(self.own[client]) == 0
+
     def positions(self, client: int) -> Tensor:
         """Places of the client's samples in the union, on the CPU."""
         return torch.searchsorted(self.union.cpu(), self.own[client].cpu())
@@ -142,7 +146,8 @@ class Evaluator:
         scores = self._read(module, client, moment, found, unions)
         if self.mixes and any(unions):
             alone = self.outcomes(module, client, moment, alone=True)
-            scores |= self._read(module, client, moment, alone, [False] * len(unions), globally=False)
+            unions = [union and part.is_empty(client) for union, part in zip(unions, self.parts, strict=True)]
+            scores |= self._read(module, client, moment, alone, unions, globally=False)
         return scores
 
     def scores(self, module: ClientModule, client: int, moment: Moment, found: Sequence[Outcomes]) -> Scores:
@@ -246,7 +251,7 @@ class Evaluator:
                     for own, part in zip(found, self.parts, strict=True):
                         received = moment == "received" and names is plain and not alone
                         keeps = part.letter if received and part.globally else None
-                        indices = part.own[client] if alone else part.indices(client)
+                        indices = part.own[client] if alone and not part.is_empty(client) else part.indices(client)
                         own |= self.batches(module, indices, names=names, keeps=keeps)
         return [{name: join_batches([own[name]]) for name in ways} for own in found]
 

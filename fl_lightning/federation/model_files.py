@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,10 @@ def full_state(module: ClientModule, copies: bool = False) -> dict[str, Tensor]:
     """
     buffers = dict(module.method.named_buffers())
     entries = {**buffers, **module.entries}
-    return {name: tensor.detach().to("cpu", copy=copies) for name, tensor in entries.items()}
+    state = {name: tensor.detach().cpu() for name, tensor in entries.items()}
+    if copies and module.device.type == "cpu":  # elsewhere they are copies by now
+        return copy.deepcopy(state)  # in one, so that tied tensors stay one in a file
+    return state
 
 
 class ModelFolder(NamedTuple):

@@ -14,7 +14,7 @@ from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_files import load_model
 from fl_lightning.report.record import read_rows
-from fl_lightning.sealed import read_json
+from fl_lightning.sealed import read_json, round_in
 from fl_lightning.terminal import named_clients, say
 
 Figure = tuple[str, "float | None", float]
@@ -76,7 +76,7 @@ def trained_model(loop: FederatedLoop, client: int, file: Path, key: str) -> Cli
     """
     module = loop.runner.load(client)
     load_model(module, file, key)
-    round = loop.calendar.last_fit(client, loop.round) or 0
+    round = round_in(file) or loop.calendar.last_fit(client, loop.round) or 0  # who fell sick since has that of before
     participants = tuple(loop.calendar.participants(round)) if round else ()
     module.method.facts = replace(loop.runner.facts, round=round, participants=participants, client=client)
     return module

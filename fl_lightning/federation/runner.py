@@ -122,9 +122,8 @@ class Runner:
         self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
-        self.pool, self.stopwatch = ClientPool(None), Stopwatch()
+        self.pool, self.stopwatch, self._passes = ClientPool(None), Stopwatch(), Passes()
         self.keeps_shared = self.keeps_start = False
-        self._passes = Passes()
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
         self._checkups, self._inbound = [Checkups(own, settings.max_growth) for own in self.modules], Inbound()
@@ -136,6 +135,7 @@ class Runner:
         self.evaluator = Evaluator(data, policy, self._autocast, seed, measures, samples)
         own, size = settings.record_privacy, data.batch_size
         self.private = None if own is None else PrivateFits(own, self.modules, trainer, data.store, size, seed)
+        _tell(self.modules, self.facts)
 
     def _new_module(self, architecture: int, fit_settings: FitSettings | None, client: int = -1) -> ClientModule:
         seed_global_streams(self.seed, "init", 0, client)
@@ -154,7 +154,6 @@ class Runner:
         if fit_settings is not None:
             plan_shortest(module, self.trainer, self.settings, self.data, self.architecture == architecture, self.seed)
             check_optimizer(module, self.device, self.trainer.max_steps)
-        method.facts = self.facts
         if self.settings.channels_last and _has_convolution(module):
             _lay_out(module)
         return module.use(self.trainer.precision_plugin).to(self.device)
@@ -387,6 +386,12 @@ def _facts(settings: Federation, num_clients: int, seed: int, device: torch.devi
 def _told_at_first(method: Method, facts: Facts) -> Facts:
     """What a method is told as it is looked at before training: one's own may have a schedule from round 1 on."""
     return facts if is_known(type(method).__module__) else replace(facts, round=1)
+
+
+def _tell(modules: Sequence[ClientModule], facts: Facts) -> None:
+    """Tell methods something else from now on."""
+    for module in modules:
+        module.method.facts = facts
 
 
 def _taken(flags: dict[str, Any], optimizer: OptimizerFactory, recall: int) -> FitSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from fl_lightning.core.loose import Attributes
 from fl_lightning.core.mark import changed, changed_object, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
+from fl_lightning.core.nobody import in_a_round
 from fl_lightning.core.of_classes import put_back, written_into
 from fl_lightning.core.planning import Plan
 from fl_lightning.core.recording import Aside
@@ -31,6 +32,7 @@ from fl_lightning.federation.members import Fitted, Guest, Member, Outcome, epoc
 from fl_lightning.federation.stacked_evaluation import StackedTests
 from fl_lightning.own_methods import has_own
 from fl_lightning.seeding import seed_global_streams, set_stream_states, stream_states
+from fl_lightning.trust import is_known
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -51,7 +53,7 @@ class Stack:
     def __init__(self, runner: Runner, module: ClientModule, tell: Callable[[str], None] | None = None) -> None:
         self.runner = runner
         self.module = module
-        self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
+        self.layout = Layout(module.method, partial(_trained_in, _phases(module.method)))
         self.attributes = Attributes(module.method, self.layout)
         self._aside = Aside(self.layout.device if tell is not None else torch.device("cpu"))
         self.goes_ahead = tell is not None and self._aside.is_aside
@@ -413,6 +415,12 @@ def _unwritten(before: Contents, attributes: Attributes) -> Contents:
 def _train(module: ClientModule) -> None:
     if not module.training:
         module.train()
+
+
+def _phases(method: Method) -> Sequence[Phase]:
+    """What a method trains, before its clients enter their round: one's own may have a schedule from round 1 on."""
+    with nullcontext() if is_known(type(method).__module__) else in_a_round(method):
+        return method.phases()
 
 
 def _trained_in(phases: Sequence[Phase], name: str) -> Hashable:

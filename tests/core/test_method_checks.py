@@ -6,6 +6,7 @@ from torch import nn
 
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Phase, Predictor
+from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
@@ -119,6 +120,23 @@ def test_a_schedule_over_rounds_begins_with_the_first_one(share, mlp, run_federa
     kind = own(phases=phases, on_fit_end=lambda self: rates.append(self.fit.lr))
     loop = run_federation(lambda: kind(mlp()), rounds=2)
     assert rates == pytest.approx([0.1 * share(1)] * loop.num_clients + [0.1 * share(2)] * loop.num_clients)
+
+
+def slower(self):
+    return [Phase("all", lr=0.1 / self.facts.round)]
+
+
+@pytest.mark.parametrize(
+    ("says", "options"),
+    [
+        ({"phases": slower}, {"cohort": 4}),
+        ({"phases": slower}, {"record_privacy": RecordPrivacy(noise_multiplier=1.0, max_grad_norm=1.0)}),
+        ({"losses": lambda self: {"pull": 1 / self.facts.round}, "local_step": adds}, {}),
+    ],
+)
+def test_who_divides_by_the_round_is_asked_for_none_before_the_first(says, options, mlp, run_federation):
+    """Once the phases had passed, set-up and cohorts asked for a round 0 after all, and a traceback ended the run."""
+    assert run_federation(lambda: own(**says)(mlp()), rounds=1, **options).round == 1
 
 
 @pytest.mark.parametrize(

@@ -747,6 +747,21 @@ def test_what_no_client_has_for_itself_is_not_stacked(kind, reason, run_federati
     assert run_federation(lambda: kind(mlp()), 1, cohort=4).cohort.reason == reason
 
 
+class Registry(dict):
+    """A mapping that knows no copies."""
+
+    def __copy__(self):
+        raise TypeError("one of a kind")
+
+
+def test_a_mapping_of_a_class_that_knows_no_copies_is_looked_at_all_the_same(run_federation, mlp):
+    """The run ended in its words; so it did where one holds itself."""
+    around = {}
+    around["all"] = around
+    kind = type("IsRegistered", (FedAvg,), {"all_of_us": Registry(here="FedAvg"), "around": around})
+    assert run_federation(lambda: kind(mlp()), 1, cohort=4).cohort.reason == ""
+
+
 @pytest.mark.parametrize("cohort", [None, 4])
 def test_what_a_step_made_is_there_at_the_end_of_the_fit(cohort, run_federation, mlp):
     method = run_federation(lambda: KeepsForTheEnd(mlp()), 1, cohort=cohort).runner.modules[0].method

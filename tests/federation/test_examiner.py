@@ -15,7 +15,9 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method, Predictor, Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.early_stopping import EarlyStopping
 from fl_lightning.federation.examiner import holds
+from fl_lightning.federation.model_files import full_state
 from fl_lightning.federation.reexamination import reexamine
 from fl_lightning.federation.resting import mixes, rests_on_what_travels
 from fl_lightning.federation.settings import EvaluationPolicy
@@ -116,6 +118,37 @@ class Compares(FedAvg):
         return {"": Predictor(lambda seen: seen.logits(self.model) - seen.logits(self.model).mean(0))}
 
 
+class ComparesTheBest(FedAvg):
+    """The same by the largest, of which no samples have any."""
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model) - seen.logits(self.model).amax(0))}
+
+
+class RoundsOtherwise(FedAvg):
+    """Predicts by sums that depend on the other samples in their last digit, as where padding is cut off."""
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model) * (1 + 3e-6 * seen.x.mean()))}
+
+
+class Counts(FedAvg):
+    """Predicts in whole numbers."""
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model).argsort(1))}
+
+
+class HasDice(FedAvg):
+    """Predicts with noise from a generator of its own."""
+
+    def setup(self):
+        self.dice = torch.Generator().manual_seed(0)
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model) + torch.rand(4, generator=self.dice))}
+
+
 class KnowsItsSteps(FedAvg):
     """Rolls the classes by the steps of its last fit."""
 
@@ -196,10 +229,13 @@ def test_measuring_leaves_the_client_and_the_streams_alone(make, mlp, make_clien
     assert client.training
 
 
-@pytest.mark.parametrize("make", [Compares, FedAvg, Draws, TwoModels, KnowsWho, PerFedAvg, FedProto])
+LOOK_AT_THEMSELVES = [FedAvg, Draws, HasDice, RoundsOtherwise, Counts, TwoModels, KnowsWho, PerFedAvg, FedProto]
+
+
+@pytest.mark.parametrize("make", [Compares, ComparesTheBest, *LOOK_AT_THEMSELVES])
 def test_whether_a_prediction_looks_at_the_samples_beside(make, mlp, make_client):
     few = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert mixes(make_client(make(mlp())), few) == (make is Compares)
+    assert mixes(make_client(make(mlp())), few) == (make not in LOOK_AT_THEMSELVES)
 
 
 @pytest.mark.parametrize("cohort", [None, 4])
@@ -214,6 +250,13 @@ def test_own_samples_are_tested_by_themselves_where_a_prediction_looks_at_others
     assert own.final.items() <= both.final.items()
     assert both.diary.rows[-1]["Server-T"] == own.diary.rows[-1]["Server-T"] is not None
     assert any(name.startswith("Global-T") for name in both.scores)
+
+
+def test_a_client_without_test_samples_is_asked_for_no_prediction_of_none(mlp, run_federation, make_data):
+    data = make_data(counts=((8, 0, 0, 0), (8, 8, 8, 8), (1, 0, 0, 0)))
+    loop = run_federation(lambda: ComparesTheBest(mlp()), rounds=1, data=data)
+    assert np.isnan(loop.scores["Local-T"]).tolist() == [False, False, True]
+    assert not np.isnan(loop.scores["Global-T"]).any()
 
 
 def test_measuring_that_fails_puts_back_what_it_hid(mlp, make_client, x, assert_identical):
@@ -313,6 +356,14 @@ def test_a_network_with_tied_tensors_has_a_global_model(run_federation):
     assert not own.examiner.has_global_model
 
 
+def test_tied_tensors_of_a_kept_model_stay_one(make_client):
+    """Its file had them once for each of their names."""
+    client = make_client(FedAvg(WrappedModel((1, 8, 8), 4, Tied(), "fc")))
+    there, kept = ({n: own.data_ptr() for n, own in full_state(client, copies).items()} for copies in (False, True))
+    assert len(set(kept.values())) == len(set(there.values())) < len(there)
+    assert not set(kept.values()) & set(there.values())
+
+
 @pytest.mark.parametrize("make", [FedBABU, Starts])
 def test_global_model_has_the_head_that_every_receive_puts_there(make, mlp, run_federation):
     """Whoever was fitted last in the resident module: the averaged body under the first head."""
@@ -383,6 +434,29 @@ def test_predictions_that_go_by_what_is_told_are_found_again(make, mlp, set_up_f
         with torch.no_grad():
             right = float((model(x).argmax(1) == y).double().mean())
         assert right == straight.scores["Local-T"][client]
+
+
+class FallsSick(GoesByTheRound):
+    """Its second client cannot train in the last round."""
+
+    def local_step(self, step):
+        if (self.facts.round, self.facts.client) == (3, 1):
+            raise ValueError("sick")
+        super().local_step(step)
+
+
+def test_a_model_of_a_round_before_is_told_of_that_one(mlp, set_up_federation, make_data, sgd, tmp_path):
+    """Its client fell sick in its last round, and the model was asked as if it were of that one."""
+    stops = {"early_stopping": EarlyStopping(patience=2), "on_client_error": "skip", "optimizer": sgd(lr=0.01)}
+
+    def set_up():
+        data = make_data(validation_fraction=0.25)
+        return set_up_federation(lambda: FallsSick(mlp()), rounds=3, data=data, folder=tmp_path, **stops)
+
+    ran = set_up()
+    final = ran.run()
+    found = {name: value for name, _, value in reexamine(set_up(), tmp_path)}
+    assert found.items() <= {**ran.diary.rows[-1], **final}.items()
 
 
 def test_what_the_global_model_makes_of_all_samples_is_measured_once_for_all_clients(mlp, set_up_federation):
