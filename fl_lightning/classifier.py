@@ -184,7 +184,7 @@ def _global(loop: FederatedLoop) -> ClientModule:
     none = "this run has no global model; name a client" if loop.round else "this run has no checkpoint; name a client"
     if not loop.examiner.has_global_model or message is None or not loop.round:
         raise ConfigError("client", none)
-    return loop.runner.load_global(message, loop.round)
+    return loop.runner.residents.load_global(message, loop.round)
 
 
 def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:

@@ -126,7 +126,7 @@ class Examiner:
         message = self.exchange.global_message()
         assert message is not None
         if self._global_outcomes is None:
-            module = self.runner.load_global(message, self._round)
+            module = self.runner.residents.load_global(message, self._round)
             rank, size = self.workers.rank, self.workers.size
             try:
                 own = [self.runner.evaluator.batches(module, part.union, rank, size) for part in self.parts]
@@ -156,7 +156,7 @@ class Examiner:
         assert message is not None
 
         def read_off(module: ClientModule) -> Scores | None:
-            if not holds(module, self.runner.global_entries(message)):
+            if not holds(module, self.runner.residents.global_entries(message)):
                 return None
             return self.runner.evaluator.scores(module, client, "received", self.global_outcomes())
 

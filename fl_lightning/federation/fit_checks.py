@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Phase
 from fl_lightning.core.freezing import training
 from fl_lightning.core.message import version_of
 from fl_lightning.core.method import Method, Seen
+from fl_lightning.core.nobody import AsksWho, TimelessFacts, as_nobody
 from fl_lightning.core.planning import plan_of
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import ConfigError, own_code, require
@@ -131,10 +135,12 @@ def fewest_batches(data: FederatedData, of: np.ndarray | slice = slice(None)) ->
     return max(1, fewest // data.batch_size if data.drop_last else math.ceil(fewest / data.batch_size))
 
 
-def plan_shortest(
-    module: ClientModule, trainer: L.Trainer, settings: Federation, data: FederatedData, of: np.ndarray, seed: int
+def check_fits(
+    module: ClientModule, trainer: L.Trainer, settings: Federation, data: FederatedData, of: np.ndarray
 ) -> None:
-    """Let a module be as before the shortest fit that some clients have in the first round, which is tried out next.
+    """Try the optimizers out of every round whose phases are of their own, and leave the module in the first.
+
+    It is then as before the shortest fit that some clients have in that round, which is tried out next.
 
     Args:
         module: theirs.
@@ -142,18 +148,50 @@ def plan_shortest(
         settings: say how long they are.
         data: the clients'.
         of: [N] bool; nobody stands for everybody.
-        seed: the run's.
 
     Raises:
-        ConfigError: if the trainer's `max_steps` would keep some of its phases from training.
+        ConfigError: if an optimizer cannot be made, cannot step, or the trainer's `max_steps` would keep some of the
+            phases from training.
     """
     mine = np.flatnonzero(of) if of.any() else np.arange(len(of))
     client = int(mine[data.num_train[mine].argmin()])
-    batches = fewest_batches(data, mine)
-    workload = workload_of(settings.local_epochs, settings.local_steps, seed, 1, client, batches)
-    module.workload = workload._replace(tries=tries_out(trainer))
-    _check_limit(module, trainer.max_steps, settings, int(data.num_train[mine].max()) / data.batch_size)
+    batches, largest = fewest_batches(data, mine), int(data.num_train[mine].max()) / data.batch_size
     module.own.steps, module.own.most_steps = most_batches(trainer, batches), trainer.max_steps
+    facts = module.method.facts
+    for round in reversed(_turns(module.method, settings.rounds)):
+        module.method.facts = replace(facts, round=round)
+        lengths = settings.local_epochs, settings.local_steps
+        workload = workload_of(*lengths, facts.seed, round, client, batches)
+        module.workload = workload._replace(tries=tries_out(trainer))
+        _check_limit(module, trainer.max_steps, settings, largest)
+        check_optimizer(module, facts.device, trainer.max_steps)
+
+
+def _turns(method: Method, rounds: int) -> list[int]:
+    """The rounds from which on a method trains otherwise than in any before, the first among them.
+
+    Args:
+        method: is told of each of them.
+        rounds: of the run.
+    """
+    try:
+        with as_nobody(method, TimelessFacts):
+            method.phases()
+    except AsksWho:
+        facts, found = method.facts, dict[Any, int]()
+        for round in range(1, rounds + 1):
+            method.facts = replace(facts, round=round)
+            with suppress(Exception):  # a later one may need what comes in before it
+                found.setdefault(tuple(map(_outline, method.phases())), round)
+        method.facts = facts
+        return sorted({1, *found.values()})
+    return [1]
+
+
+def _outline(phase: Phase) -> Any:
+    """What tells phases apart; of what is made anew for every round, that it is there."""
+    named = {own.name: getattr(phase, own.name) for own in fields(phase)}
+    return repr({name: callable(own) or own for name, own in named.items()})
 
 
 def _check_limit(module: ClientModule, max_steps: int, settings: Federation, batches: float) -> None:

@@ -21,22 +21,13 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.workload import Workload
-from fl_lightning.errors import ConfigError
-from fl_lightning.federation.alike import make_alike
 from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.bundles import EpochBundles
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
-from fl_lightning.federation.fit_checks import (
-    check_interfaces,
-    check_optimizer,
-    check_whole_epochs,
-    check_workload,
-    fewest_batches,
-    plan_shortest,
-)
+from fl_lightning.federation.fit_checks import check_workload, fewest_batches
 from fl_lightning.federation.flags import check_batches, check_flags, limits
 from fl_lightning.federation.measures import Measures
 from fl_lightning.federation.model_files import full_state
@@ -44,6 +35,7 @@ from fl_lightning.federation.passes import Passes
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.refit import Fits
 from fl_lightning.federation.reports import ClientReport
+from fl_lightning.federation.residents import Residents, has_convolution
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
@@ -62,7 +54,6 @@ from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.report.record import as_logged
 from fl_lightning.sealed import save_tensors
 from fl_lightning.seeding import derive_seed, seed_global_streams
-from fl_lightning.trust import is_known
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
@@ -94,9 +85,10 @@ class Runner:
         seed: int,
         measures: Measures | None = None,
     ) -> None:
-        self.make_method = make_method
         self.architecture = np.broadcast_to(0 if architecture is None else np.array(architecture), len(data.clients))
-        self.data, self.settings, self.seed = data, settings, seed
+        self.data = data
+        self.settings = settings
+        self.seed = seed
         flags = {name: value for name, value in trainer.items() if value is not None}
         self.flags = dict(flags)
         check_flags(flags)
@@ -110,53 +102,30 @@ class Runner:
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
         self.facts = _facts(settings, len(data.clients), seed, self.device)
-        self.modules = [self._new_module(a, fit_settings) for a in range(self.architecture.max() + 1)]
-        check_interfaces(self.modules, self.architecture)
-        make_alike(self.modules)
+        about = settings, data, self.trainer, self.facts
+        self.residents = Residents(make_method, self.architecture, fit_settings, *about)
+        self.modules = self.residents.modules
         check_callbacks(self.trainer, *logged_names((module.loss_names, module.own) for module in self.modules))
         self.fits = Fits(self.trainer, self.flags)
-        check_whole_epochs(self.modules, settings)
-        self._initial = [_copy(module, module.division.kept) for module in self.modules]
-        self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]
-        self._initial_loose = [module.division.loose() for module in self.modules]
-        self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
-        self.pool, self.stopwatch, self._passes = ClientPool(None), Stopwatch(), Passes()
+        self.pool = ClientPool(None)
+        self.stopwatch = Stopwatch()
+        self._passes = Passes()
         self.keeps_shared = self.keeps_start = False
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
-        self._checkups, self._inbound = [Checkups(own, settings.max_growth) for own in self.modules], Inbound()
+        self._checkups = [Checkups(own, settings.max_growth) for own in self.modules]
+        self._inbound = Inbound()
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
-        data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
+        data.store.channels_last = settings.channels_last and any(has_convolution(module) for module in self.modules)
         self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
         samples, policy = self.attackers.samples, settings.evaluate  # of copies of the store as it serves by now
         self.evaluator = Evaluator(data, policy, self._autocast, seed, measures, samples)
         own, size = settings.record_privacy, data.batch_size
         self.private = None if own is None else PrivateFits(own, self.modules, trainer, data.store, size, seed)
-        _tell(self.modules, self.facts)
-
-    def _new_module(self, architecture: int, fit_settings: FitSettings | None, client: int = -1) -> ClientModule:
-        seed_global_streams(self.seed, "init", 0, client)
-        try:
-            method = self.make_method(architecture)
-            method.facts = _told_at_first(method, self.facts)
-            module = ClientModule(method, fit_settings, self.settings.share_buffers, self.data.drop_last)
-            module.fine_tune = self.settings.evaluate.fine_tune
-        except ConfigError:
-            raise
-        except (RuntimeError, ValueError, TypeError, MemoryError, OverflowError) as error:  # sizes of no tensor
-            if isinstance(error, (ValueError, TypeError)) and "overflow" not in str(error).lower():
-                raise  # somebody's mistake in a method
-            said = (str(error).splitlines() or [type(error).__name__])[0]  # torch lists C++ frames below it
-            raise ConfigError("method", f"cannot be made: {said}") from error
-        if fit_settings is not None:
-            plan_shortest(module, self.trainer, self.settings, self.data, self.architecture == architecture, self.seed)
-            check_optimizer(module, self.device, self.trainer.max_steps)
-        if self.settings.channels_last and _has_convolution(module):
-            _lay_out(module)
-        return module.use(self.trainer.precision_plugin).to(self.device)
+        self.residents.tell(self.facts)
 
     @property
     def trained_names(self) -> frozenset[str]:
@@ -168,25 +137,16 @@ class Runner:
 
     def module(self, client: int) -> ClientModule:
         """The resident module of the client's architecture."""
-        return self.modules[self.architecture[client]]
+        return self.residents.of(client)
 
     def load(self, client: int) -> ClientModule:
         """Swap the client's own last state in; its initial one if it never took part."""
-        module = self.module(client)
-        self._initial_loose[self.architecture[client]].put_back()
+        module = self.residents.renewed(client)
         state = self.pool.get(client)
-        own = self._own = self._initial_state(client) if state is None else state
+        own = self._own = self.residents.begins_with(client) if state is None else state
         self._memory = {name: tensor for name, tensor in own.items() if name.startswith(MEMORY)}
         module.load({name: tensor for name, tensor in own.items() if name not in self._memory})
         return module
-
-    def _initial_state(self, client: int) -> dict[str, Tensor]:
-        architecture = self.architecture[client]
-        private = self._initial[architecture]
-        if self.settings.init == "own":
-            fresh = self._new_module(architecture, None, client)
-            private = _copy(fresh, fresh.division.kept)
-        return {**private, **self._initial_shared[architecture]}
 
     def run(self, visit: Visit, wire: Wire) -> ClientReport:
         """The other part of a participant's round: local fit and send.
@@ -260,7 +220,7 @@ class Runner:
             client: 0-based.
             received: what it was sent; what is not in it, it had from the round before, or from the beginning.
         """
-        return {**self._initial_shared[self.architecture[client]], **self._own, **received.weights}
+        return {**self.residents.shared_of(client), **self._own, **received.weights}
 
     def _received_scores(
         self, module: ClientModule, client: int, known: KnownScores | None, waits: bool = False
@@ -282,28 +242,11 @@ class Runner:
         self.receive(module, Message(), self.attackers.samples[client], self.facts)
         return self.evaluator.client(module, client, "trained")
 
-    def load_global(self, message: Message, round: int = 0) -> ClientModule:
-        """The global model: the first architecture's initial state with the global message's weights.
-
-        Args:
-            message: what all hear.
-            round: the one that it is from, of which predictions are told; 0 before the first.
-        """
-        module = self.modules[0]
-        module.method.facts = replace(self.facts, round=round)
-        self._initial_loose[0].put_back()
-        module.load({**self._initial[0], **self._initial_shared[0], **self.global_entries(message)})
-        return module
-
-    def global_entries(self, message: Message) -> dict[str, Tensor]:
-        """What makes a client's model the global one: the message's weights, and what is the same for all."""
-        return {**self._initial_anew, **self.modules[0].division.fixed_entries(), **message.weights}
-
     def receive(self, module: ClientModule, message: Message, data: ClientData, facts: Facts) -> None:
         """Let a client take a message, under its stream of the round."""
         seed_global_streams(self.seed, "receive", facts.round, data.client)
         module.method.facts = replace(facts, client=data.client)
-        _lay_under(module, self._initial_shared[self.architecture[data.client]], self._own, message)
+        self.residents.lay_under(module, data.client, self._own, message)
         with self._autocast():
             module.receive(message, data)
 
@@ -383,17 +326,6 @@ def _facts(settings: Federation, num_clients: int, seed: int, device: torch.devi
     return Facts(num_clients, settings.rounds, seed, device, newcomers=newcomers.clients, expected=expected)
 
 
-def _told_at_first(method: Method, facts: Facts) -> Facts:
-    """What a method is told as it is looked at before training: one's own may have a schedule from round 1 on."""
-    return facts if is_known(type(method).__module__) else replace(facts, round=1)
-
-
-def _tell(modules: Sequence[ClientModule], facts: Facts) -> None:
-    """Tell methods something else from now on."""
-    for module in modules:
-        module.method.facts = facts
-
-
 def _taken(flags: dict[str, Any], optimizer: OptimizerFactory, recall: int) -> FitSettings:
     """Take out of a Trainer's flags those that are the fit's own affair."""
     return FitSettings(
@@ -403,22 +335,6 @@ def _taken(flags: dict[str, Any], optimizer: OptimizerFactory, recall: int) -> F
         accumulate=flags.pop("accumulate_grad_batches", 1),
         recall=recall,
     )
-
-
-def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:
-    entries = module.entries
-    return {name: entries[name].detach().clone() for name in names}
-
-
-def _has_convolution(module: ClientModule) -> bool:
-    return any(isinstance(part, torch.nn.Conv2d) for part in module.modules())
-
-
-def _lay_out(module: ClientModule) -> None:
-    """Channels last where there are channels: `Module.to` asks tensors of five dimensions, too, and they refuse."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.dim() == 4:
-            tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
 @torch.no_grad()
@@ -436,9 +352,3 @@ def _moved(module: ClientModule, start: Mapping[str, Tensor], settings: Federati
     there = {name: entries[name] for name in module.division.shared if name in entries and name in start}
     apart = (name for name, own in there.items() if not torch.equal(own, start[name].to(own)))
     return {name: there[name].clone() for name in apart}
-
-
-def _lay_under(module: ClientModule, initial: State, own: State, received: Message) -> None:
-    """Put the initial ones where a shared weight neither comes nor is kept: another client's would be there."""
-    lacking = initial.keys() - received.weights.keys() - own.keys()
-    module.load({name: initial[name] for name in lacking})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ from fl_lightning.federation.members import Fitted, Guest, Member, Outcome, epoc
 from fl_lightning.federation.stacked_evaluation import StackedTests
 from fl_lightning.own_methods import has_own
 from fl_lightning.seeding import seed_global_streams, set_stream_states, stream_states
-from fl_lightning.trust import is_known
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -419,7 +418,7 @@ def _train(module: ClientModule) -> None:
 
 def _phases(method: Method) -> Sequence[Phase]:
     """What a method trains, before its clients enter their round: one's own may have a schedule from round 1 on."""
-    with nullcontext() if is_known(type(method).__module__) else in_a_round(method):
+    with in_a_round(method):
         return method.phases()
 
 

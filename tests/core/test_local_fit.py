@@ -251,7 +251,7 @@ def test_client_of_one_sample_trains_with_batch_norm(net, conv_net, mlp, make_da
     assert all(tensor.isfinite().all() for tensor in state.values())
     counter = next(tensor for name, tensor in state.items() if "num_batches_tracked" in name)
     assert counter.item() == 0
-    initial = loop.runner._initial[0]
+    initial = loop.runner.residents.kept[0]
     assert any(not torch.equal(state[name], initial[name]) for name in state)
     assert all(m.training for m in loop.runner.modules[0].modules() if isinstance(m, torch.nn.BatchNorm1d))
 

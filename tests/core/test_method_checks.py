@@ -1,5 +1,8 @@
 """What a method of somebody's own says wrongly is refused in one line, and nothing of it is passed over."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -155,6 +158,35 @@ def test_phases_of_later_rounds_are_looked_up_too(later, rule, mlp, set_up_feder
     kind = own(phases=lambda self: [Phase("all") if self.facts.round < 2 else later])
     with pytest.raises(ConfigError, match=rf"^method: Own's {rule}"):
         set_up_federation(lambda: kind(mlp()), rounds=2).run()
+
+
+@pytest.mark.parametrize(
+    ("later", "rule"),
+    [
+        (Phase("x", trains=("model.haed",)), "names 'model.haed', which it does not have"),
+        (Phase("x", settings={"x": {"lrr": 0.5}}), "a phase sets 'lrr', which SGD does not have"),
+        (Phase("x", lr=-1.0), "a phase's learning rate must be above 0"),
+        (Phase("x", optimizer=partial(torch.optim.Adam, betas=(2.0, 0.9))), "Invalid beta parameter"),
+    ],
+)
+def test_what_a_later_round_is_made_of_is_refused_before_the_first(later, rule, mlp, set_up_federation):
+    """It ended the run in that round, however many hours after its start."""
+    kind = own(phases=lambda self: [Phase("all") if self.facts.round < 3 else later])
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        set_up_federation(lambda: kind(mlp()), rounds=3)
+
+
+def test_a_later_round_may_be_made_of_what_comes_in_before_it(mlp, run_federation):
+    """What it says cannot be looked up before training, and is no mistake."""
+
+    def phases(self):
+        return [Phase("all", lr=0.1 if self.facts.round == 1 else float(self.heard))]
+
+    def receive(self, message, data):
+        self.heard = torch.tensor(0.2)
+        FedAvg.receive(self, message, data)
+
+    assert run_federation(lambda: own(phases=phases, receive=receive)(mlp()), rounds=2).round == 2
 
 
 def test_predictors_that_come_later_are_refused(mlp, set_up_federation):

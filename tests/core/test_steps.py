@@ -240,7 +240,7 @@ def test_adam_moments_are_float32(mlp, set_up_federation):
 
 def test_batch_norm_statistics_are_float32_and_move(conv_net, run_federation):
     loop = run_federation(lambda: Alone(conv_net()), rounds=1, trainer={"precision": "bf16-true"})
-    state, initial = loop.runner.pool.get(0), loop.runner._initial[0]
+    state, initial = loop.runner.pool.get(0), loop.runner.residents.kept[0]
     statistics = [name for name in state if "running_" in name]
     assert len(statistics) == 2
     for name in statistics:

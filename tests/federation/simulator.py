@@ -25,7 +25,7 @@ from fl_lightning.core.facts import Fit
 from fl_lightning.core.message import ClassMeans
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation import agreement, guarding, recorder, sickness, transport
+from fl_lightning.federation import agreement, guarding, recorder, residents, sickness, transport
 from fl_lightning.federation import loop as loops
 from fl_lightning.federation import runner as runners
 from fl_lightning.federation.callbacks import FederationCallback
@@ -85,7 +85,7 @@ class Arithmetic(runners.Runner):
 
     def fit(self, module, data, round) -> None:
         seed_global_streams(self.seed, "fit", round, data.client)
-        sick = self.make_method.sick.get((round, data.client))
+        sick = self.residents.make_method.sick.get((round, data.client))
         if sick == "raises":
             raise RuntimeError("the client is sick")
         fit = module.method.fit = Fit(None, 1)
@@ -103,10 +103,14 @@ class Arithmetic(runners.Runner):
         module.meter = LossMeter()
         module.meter.add({"loss": loss}, data.num_train)
 
-    def _new_module(self, architecture, fit_settings, client=-1):
-        """One that was made before, as good as new."""
-        own = SHELF.take(self.make_method.name, client == -1, lambda: super(Arithmetic, self)._new_module(0, None))
-        seed_global_streams(self.seed, "init", 0, client)
+
+class OffTheShelf(residents.Residents):
+    """Resident modules that were made before."""
+
+    def make(self, architecture, fit_settings, client=-1):
+        """One that is as good as new."""
+        own = SHELF.take(self.make_method.name, client == -1, lambda: super(OffTheShelf, self).make(0, None))
+        seed_global_streams(self.facts.seed, "init", 0, client)
         with torch.no_grad():
             for parameter in SHELF.parameters[id(own)]:
                 parameter.uniform_(-0.5, 0.5)
@@ -233,6 +237,7 @@ def simulated(real_files):
     places = [(transport, name, own) for name, own in TRANSPORT.items()]
     places += [(module, "say", lambda text: None) for module in (guarding, recorder, run_folder, sickness)]
     places += [(Workers, "present", present), (loops, "Runner", Arithmetic), (runners, "make_trainer", one_trainer)]
+    places += [(runners, "Residents", OffTheShelf)]
     places += [(agreement, "time", clock), (os, "replace", replace)]
     places += [(files.os, "fsync", lambda file: None)]
     if not real_files:

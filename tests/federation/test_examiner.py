@@ -280,7 +280,7 @@ def test_each_client_is_tested_as_itself(make, cohort, mlp, run_federation):
     loop = run_federation(lambda: make(mlp()), rounds=1, cohort=cohort)
     x, y = loop.data.store.gather(loop.data.server_test)
     for client, data in enumerate(loop.data.clients):
-        module = loop.runner.load_global(loop.diary.sent[1, client])
+        module = loop.runner.residents.load_global(loop.diary.sent[1, client])
         module.eval()
         with torch.no_grad():
             logits = module.method.model(x)
@@ -305,7 +305,7 @@ def test_what_all_hear_is_tested_once_unless_it_is_asked_who_does(mlp, run_feder
 
 def test_server_accuracy_of_two_models_is_the_global_ones(mlp, run_federation):
     loop = run_federation(lambda: TwoModels(mlp()), rounds=2)
-    module = loop.runner.load_global(loop.exchange.global_message())
+    module = loop.runner.residents.load_global(loop.exchange.global_message())
     x, y = loop.data.store.gather(loop.data.server_test)
     module.eval()
     with torch.no_grad():

@@ -368,7 +368,7 @@ def test_columns_are_means_over_the_clients_that_have_a_value(mlp, make_data, ru
     assert np.isnan(scores["AUROC/Local-T"]).tolist() == [True, False, False, True]
     assert set(row) - {"round"} <= set(loop.row_columns)
     assert all(map(may_exist, row))
-    module = loop.runner.load_global(loop.exchange.global_message())
+    module = loop.runner.residents.load_global(loop.exchange.global_message())
     logits, y = by_hand(module, loop.data, loop.data.server_test)
     assert row["eval_loss/Server-T"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-5)
     assert loop.final["eval_loss/Local-T_received"] == pytest.approx(
@@ -405,7 +405,7 @@ def test_validation_parts_are_evaluated_beside_the_test_parts(mlp, make_data, ru
     row = loop.diary.rows[-1]
     assert not any("-V" in name for name in plain.row_columns)
     assert row["Local-T"] == plain.diary.rows[-1]["Local-T"]
-    module = loop.runner.load_global(loop.exchange.global_message())
+    module = loop.runner.residents.load_global(loop.exchange.global_message())
     union = torch.cat([client.validation for client in data.clients])
     logits, y = by_hand(module, data, union)
     assert row["Server-V"] == pytest.approx(float((logits.argmax(1) == y).double().mean()))

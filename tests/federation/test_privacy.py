@@ -205,7 +205,7 @@ def test_noise_has_the_deviation_that_is_accounted_for(where, run_federation, ml
     still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
     model = lambda: FedAvg(mlp(hidden=(100, 5)))  # noqa: E731
     loop = run_federation(model, rounds=1, optimizer=still, wire=[ClipAndNoise(2.0, 3.0, where)])
-    start = loop.runner._initial_shared[0]
+    start = loop.runner.residents.shared[0]
     moved = torch.cat([(tensor - start[name]).flatten() for name, tensor in weights(loop).items()])
     assert len(moved) > 6000
     wanted = 2.0 * 3.0 / (4 if where == "server" else 2)

@@ -128,7 +128,7 @@ def test_personal_model_feels_its_pull(run_federation, mlp):
     far, near = run(0.0).runner, run(5.0).runner
 
     def distance(runner):
-        start = runner._initial_shared[0]
+        start = runner.residents.shared[0]
         own = {name.replace("personal", "model"): tensor for name, tensor in runner.pool.get(0).items()}
         return float(sum((own[name] - start[name]).square().sum() for name in start))
 

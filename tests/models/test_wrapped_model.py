@@ -283,7 +283,7 @@ def test_buffers_in_no_state_dict_are_no_other_clients(set_up_federation):
     runner.load(1)
     assert (module.mean.any().item(), module.cache) == (False, None)
     module.mean.fill_(1.0)
-    runner.load_global(loop.exchange.global_message())
+    runner.residents.load_global(loop.exchange.global_message())
     assert not module.mean.any()
 
 
