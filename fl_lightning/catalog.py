@@ -23,6 +23,7 @@ KINDS = {
     "server_optimizers": ("core", "fl_lightning.core.server_optimizer.ServerOptimizer"),
     "aggregators": ("core", "fl_lightning.core.aggregator.Aggregator"),
     "filters": ("federation", "fl_lightning.federation.wire.WireFilter"),
+    "selections": ("federation", "fl_lightning.federation.selection.ClientSelection"),
 }
 """Kind -> (folder, base class)."""
 GROUPS = {

@@ -31,6 +31,7 @@ CLASS_KEYS = {
     "federation.server_optimizer": "server_optimizers",
     "federation.aggregator": "aggregators",
     "federation.wire": "filters",
+    "federation.selection": "selections",
     "extra_terms": "terms",
 }
 """Keys that name a class -> the kind that the package offers for it; the method's terms have keys of their own."""

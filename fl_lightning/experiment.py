@@ -212,7 +212,8 @@ class BuiltExperiment:
         """The processes of the run."""
         settings = self.loop.settings
         in_turn = settings.exchange is not None and settings.exchange.in_turn
-        participants = number_drawn(settings.participation, self.data.num_clients)
+        drawn = number_drawn(settings.participation, self.data.num_clients)
+        participants = drawn if settings.selection is None else self.data.num_clients  # a rule may choose more
         devices, samples = self.trainer.get("devices"), self.data.batch_size
         rule = f"must be at most data.batch_size ({samples}), over which they share a mini-batch"
         require(not isinstance(devices, int) or devices <= samples, "trainer.devices", rule, devices)

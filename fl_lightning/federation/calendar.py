@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from fl_lightning.federation.selection import check_rule, selected
 from fl_lightning.federation.settings import Federation
 from fl_lightning.seeding import numpy_generator
 
@@ -13,10 +16,12 @@ class Calendar:
         settings: of the federation.
         num_clients: N, newcomers among them.
         seed: the run's.
+        num_train: [N] training samples, which a rule for who takes part may go by; None has one of each.
     """
 
-    def __init__(self, settings: Federation, num_clients: int, seed: int) -> None:
+    def __init__(self, settings: Federation, num_clients: int, seed: int, num_train: np.ndarray | None = None) -> None:
         self.settings = settings
+        self.num_train = np.ones(num_clients, dtype=int) if num_train is None else num_train
         self.num_clients = num_clients
         self.num_founders = num_clients - settings.newcomers.clients
         self.seed = seed
@@ -31,16 +36,29 @@ class Calendar:
         """The clients that should take part in a round and fail."""
         return self.settings.failures.among(self._drawn(round), self.seed, round)
 
+    def check(self) -> None:
+        """Refuse a rule for who takes part that cannot be known ahead.
+
+        Raises:
+            ConfigError: naming it, and what it gave.
+        """
+        if self.settings.selection is not None:
+            check_rule(self.settings.selection, self._drawn, self.settings.rounds)
+
     def _drawn(self, round: int) -> list[int]:
         there = self.num_present(round)
+        if self.settings.selection is not None:
+            count, rng = number_drawn(self.settings.participation, there), self._rng(round)
+            return selected(self.settings.selection, round, self.num_train[:there], count, rng)
         if self.samples_independently:
-            rng = numpy_generator(self.seed, "participants", round)
-            return (rng.random(there) < self.settings.participation).nonzero()[0].tolist()
+            return (self._rng(round).random(there) < self.settings.participation).nonzero()[0].tolist()
         count = int(self.expected(round))
         if count == there:
             return list(range(there))
-        rng = numpy_generator(self.seed, "participants", round)
-        return sorted(rng.choice(there, size=count, replace=False).tolist())
+        return sorted(self._rng(round).choice(there, size=count, replace=False).tolist())
+
+    def _rng(self, round: int) -> np.random.Generator:
+        return numpy_generator(self.seed, "participants", round)
 
     @property
     def samples_independently(self) -> bool:
@@ -50,6 +68,8 @@ class Calendar:
     def expected(self, round: int) -> float:
         """How many clients a round expects, whoever fails; under Poisson sampling the mean of their number."""
         there = self.num_present(round)
+        if self.settings.selection is not None:
+            return len(self._drawn(round))
         if self.samples_independently:
             return self.settings.participation * there
         return number_drawn(self.settings.participation, there)

@@ -96,15 +96,13 @@ class FederatedLoop:
         settings = self.settings
         self.data, self.seed = data, seed
         self.num_clients = len(data.clients)
-        some = f"must be < data.num_clients ({self.num_clients})"
-        left = self.num_clients - settings.newcomers.clients
-        require(left >= 1, "federation.newcomers.clients", some, settings.newcomers.clients)
-        self.calendar = Calendar(settings, self.num_clients, seed)
+        settings.check(self.num_clients, data.overlaps)
+        self.calendar = Calendar(settings, self.num_clients, seed, data.num_train)
+        self.calendar.check()
         self.identity = dict(identity or {})
         storage = RunStorage(folder, settings.checkpoint, on_disk=settings.pool == "disk")
         self.checkpoints = storage.checkpoints
         settings.failures.check(self.num_clients, None if storage.has_begun and not anew else settings.rounds)
-        settings.check(self.num_clients, data.overlaps)
         measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
         self.stopwatch = self.runner.stopwatch

@@ -101,7 +101,7 @@ class Runner:
         check_batches(flags, fewest_batches(data))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
-        self.facts = _facts(settings, len(data.clients), seed, self.device)
+        self.facts = _facts(settings, data, seed, self.device)
         about = settings, data, self.trainer, self.facts
         self.residents = Residents(make_method, self.architecture, fit_settings, *about)
         self.modules = self.residents.modules
@@ -319,10 +319,10 @@ class Runner:
         self.pool.put(client, {**module.division.state(names), **self._memory}, round)
 
 
-def _facts(settings: Federation, num_clients: int, seed: int, device: torch.device) -> Facts:
+def _facts(settings: Federation, data: FederatedData, seed: int, device: torch.device) -> Facts:
     """What everybody knows before the first round."""
-    newcomers = settings.newcomers
-    expected = Calendar(settings, num_clients, seed).expected(newcomers.after + 1)
+    newcomers, num_clients = settings.newcomers, len(data.clients)
+    expected = Calendar(settings, num_clients, seed, data.num_train).expected(newcomers.after + 1)
     return Facts(num_clients, settings.rounds, seed, device, newcomers=newcomers.clients, expected=expected)
 
 

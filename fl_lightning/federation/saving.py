@@ -155,7 +155,8 @@ def _check_tested(loop: Loop, state: Mapping[str, Any]) -> None:
 
 def _as_planned(loop: Loop, rounds: int) -> Calendar:
     """The calendar of a run of so many rounds."""
-    return Calendar(replace(loop.settings, rounds=rounds), loop.calendar.num_clients, loop.calendar.seed)
+    own = loop.calendar
+    return Calendar(replace(own.settings, rounds=rounds), own.num_clients, own.seed, own.num_train)
 
 
 def _forget_untested(loop: Loop, state: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from fl_lightning.federation.early_stopping import EarlyStopping
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.policy import EvaluationPolicy as EvaluationPolicy
+from fl_lightning.federation.selection import ClientSelection
 from fl_lightning.federation.wire import WireFilter
 from fl_lightning.federation.workloads import Draw, check_workload
 
@@ -55,6 +56,7 @@ class Federation:
         sampling: how they are drawn, from the seed: ``fixed`` draws ``max(1, int(participation * N))`` of them without
             replacement; ``poisson`` takes each with that chance by itself, so that a round may have none: what
             privacy by sampling asks for.
+        selection: a rule for who takes part, in the place of a draw in which all have the same chance; null draws.
         local_epochs: passes over the client's training part in a local fit, > 0, where the method does not say
             otherwise: 2, or 0.5 for half of its mini-batches; ``{uniform: [2, 5]}`` draws them for every client and
             round (FedNova's setting).
@@ -116,6 +118,7 @@ class Federation:
     rounds: int = 20
     participation: float = 1.0
     sampling: Literal["fixed", "poisson"] = "fixed"
+    selection: ClientSelection | None = None
     local_epochs: int | float | Draw = 1
     local_steps: int | Draw | None = None
     lr_decay: float = 1.0
@@ -151,6 +154,8 @@ class Federation:
         require(self.rounds >= 1, "federation.rounds", "must be >= 1", self.rounds)
         require(0 < self.participation <= 1, "federation.participation", "must be in (0, 1]", self.participation)
         require(self.sampling in ("fixed", "poisson"), "federation.sampling", "must be fixed or poisson", self.sampling)
+        ruled = self.selection is None or self.sampling == "fixed"
+        require(ruled, "federation.sampling", "must be fixed beside federation.selection, which draws", self.sampling)
         some = not isinstance(self.local_epochs, (int, float)) or self.local_epochs > 0
         require(some, "federation.local_epochs", "must be > 0", self.local_epochs)
         check_workload(self.local_epochs, self.local_steps)
@@ -186,6 +191,8 @@ class Federation:
         Raises:
             ConfigError: naming the key.
         """
+        some = f"must be < data.num_clients ({num_clients})"
+        require(self.newcomers.clients < num_clients, "federation.newcomers.clients", some, self.newcomers.clients)
         self.evaluate.check(num_clients, overlaps)
         rule = "must be null where clients share samples (Population): of a sample's privacy all that hold it spend"
         require(self.record_privacy is None or not overlaps, "federation.record_privacy", rule)
