@@ -8,10 +8,16 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithConfigurations(build_py):
-    """The sources, and the configurations beside them under `fl_lightning/experiments`."""
+    """The sources, and the configurations beside them under `fl_lightning/experiments`.
+
+    `pip install .` leaves what it built in the clone. Classes and configurations are found by their folders, so that
+    what a later version has moved or taken away would be found beside it.
+    """
 
     def run(self) -> None:
         """Build."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "fl_lightning"), ignore_errors=True)
         super().run()
         if not self.editable_mode:
             for file in sorted(Path("experiments").rglob("*.yaml")):

@@ -49,13 +49,18 @@ def test_configurations_and_tables_are_read_by_name(elsewhere):
     assert table.base.files == (ROOT / "experiments" / "quickstart.yaml",)
 
 
-def test_package_that_is_built_holds_every_configuration(tmp_path, monkeypatch):
-    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "build", "--build-base", str(tmp_path), "--build-lib"]
-    done = subprocess.run([*command, str(tmp_path / "lib")], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_package_that_is_built_holds_what_there_is_now(tmp_path, monkeypatch):
     built = tmp_path / "lib" / "fl_lightning"
-    names = {path.relative_to(ROOT) for path in (ROOT / "experiments").rglob("*.yaml")}
-    assert {path.relative_to(built) for path in (built / "experiments").rglob("*.yaml")} == names
+    for left in ("experiments/moved.yaml", "methods/moved.py"):  # `pip install .` of an earlier version
+        (built / left).parent.mkdir(parents=True)
+        (built / left).touch()
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "build", "--build-base", str(tmp_path), "--build-lib"]
+    done = subprocess.run([*command, str(built.parent)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for folder, kind in (("experiments", "yaml"), ("fl_lightning", "py")):
+        names = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob(f"*.{kind}")}
+        there = built / "experiments" if folder == "experiments" else built
+        assert {path.relative_to(there) for path in there.rglob(f"*.{kind}")} == names
     monkeypatch.setattr(catalog, "ROOT", built)
     monkeypatch.chdir(tmp_path)
     assert shipped.path_of(Path("quickstart")) == built / "experiments" / "quickstart.yaml"
