@@ -23,6 +23,8 @@ RECENT = 10.0  # seconds in which a file may still be written to
 LOADED = time.time()
 """When this process imported this, in seconds since the epoch: what tells older files from younger ones."""
 LONG = 24 * 3600.0  # seconds after which nobody writes to another machine's any more, however far its clock is off
+_UNABLE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems say that cannot be asked for a folder, or anything, to be on the disk by now."""
 _TEMPORARY = re.compile(r"\..+\.(\d+)(-[0-9a-f]+)?\.tmp")
 
 
@@ -40,7 +42,16 @@ class WriteError(OSError):
 
 def default_cache_dir() -> Path:
     """Where what is made once is kept: ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``."""
-    return Path(os.environ.get("FL_LIGHTNING_CACHE") or "~/.cache/fl-lightning/arrays").expanduser()
+    return expanded(os.environ.get("FL_LIGHTNING_CACHE") or "~/.cache/fl-lightning/arrays")
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with its ``~`` filled in; of a user whom the system does not know it stays.
+
+    Who has no home, as a number without a name in a container, has ``/`` for it, as at a login.
+    """
+    found = os.path.expanduser(path)
+    return Path(f"/{found[2:]}" if found == "~" or found.startswith("~/") else found)
 
 
 def inside(folder: str) -> Iterator[tuple[str, list[str]]]:
@@ -119,7 +130,7 @@ def write_atomically(path: Path, write: Callable[[Any], object], sync: bool = Tr
                 write(file)
                 file.flush()
                 if sync:
-                    os.fsync(file.fileno())
+                    _sync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
@@ -307,7 +318,7 @@ def append_text(path: Path, text: str, sync: bool = True) -> None:
         while left:
             left = left[file.write(left) :]
         if sync:
-            os.fsync(file.fileno())
+            _sync(file.fileno())
 
 
 def sync_file(path: Path) -> None:
@@ -315,7 +326,7 @@ def sync_file(path: Path) -> None:
     with writing(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            _sync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -323,3 +334,12 @@ def sync_file(path: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut."""
     sync_file(folder)
+
+
+def _sync(descriptor: int) -> None:
+    """Wait until what was written is on the disk, as far as the file system can say."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise

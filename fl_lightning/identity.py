@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from fl_lightning.files import content_of, inside
+from fl_lightning.files import content_of, expanded, inside
 from fl_lightning.source import UnreadableError
 from fl_lightning.static import EMPTY, load, parameters
 
@@ -105,7 +104,7 @@ def contents(config: Mapping[str, Any]) -> dict[str, str]:
     for key, value in _flatten(config.get("model"), "model"):
         if key.endswith(".weights") and str(value).endswith(_WEIGHTS):
             with suppress(OSError):
-                found[f"{key}{CONTENTS}"] = hashlib.sha256(content_of(Path(value).expanduser())).hexdigest()[:16]
+                found[f"{key}{CONTENTS}"] = hashlib.sha256(content_of(expanded(value))).hexdigest()[:16]
     return found
 
 
@@ -137,7 +136,7 @@ def _files(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
     found = {}
     for key, value in keys:
         if ".init_args." in key and isinstance(value, str):
-            path = Path(value).expanduser()
+            path = expanded(value)
             with suppress(OSError, ValueError, RuntimeError):  # no file's name
                 if path.is_file():
                     status = path.stat()
@@ -179,7 +178,7 @@ def folders(config: Mapping[str, Any]) -> dict[str, str]:
     for key, value in dataset.items():
         root = key.removesuffix("class_path") + "init_args.root"
         if key.endswith("class_path") and root in dataset and not _is_published(str(value)):
-            found[root] = os.path.realpath(os.path.expanduser(str(dataset[root])))
+            found[root] = os.path.realpath(expanded(str(dataset[root])))
     return found
 
 
@@ -193,7 +192,7 @@ def data_folders(config: Mapping[str, Any]) -> set[str]:
         owner, inner, argument = key.rpartition(".init_args.")
         if inner and isinstance(value, str) and "\0" not in value:
             published = argument == "root" and _is_published(str(named.get(f"{owner}.class_path")))
-            path = os.path.realpath(os.path.expanduser(value))
+            path = os.path.realpath(expanded(value))
             found |= {path} if os.path.isdir(path) and not published else set()
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fl_lightning.commands import TRUST
 from fl_lightning.errors import require
+from fl_lightning.files import expanded
 from fl_lightning.parser import OneLineParser, one_line_parser
 from fl_lightning.trust import Trust
 
@@ -41,7 +42,7 @@ def predict(argv: Sequence[str]) -> int:
     parser.add_argument("--output", default="predictions.csv", help="the CSV file; default: predictions.csv")
     parser.add_argument("--batch-size", type=int, default=512, help="samples at once")
     options = parser.parse_args(list(argv))
-    folder, data, output = _run(options.run, "predict"), Path(options.data), Path(options.output)
+    folder, data, output = _run(options.run, "predict"), Path(options.data), expanded(options.output)
     require(options.batch_size >= 1, "--batch-size", "must be at least 1", options.batch_size)
     require(not output.is_dir(), "--output", "must be a file, as predictions.csv", options.output)
     named = options.client in ("all", "global") or options.client.isdecimal()
@@ -72,7 +73,7 @@ def export(argv: Sequence[str]) -> int:
     parser.add_argument("--client", default="global", help="a client's number, or global (the default)")
     parser.add_argument("--output", default="model.onnx", help="the file: .onnx, .pt, .ts; default: model.onnx")
     options = parser.parse_args(list(argv))
-    folder, path = _run(options.run, "export"), Path(options.output)
+    folder, path = _run(options.run, "export"), expanded(options.output)
     named = options.client == "global" or options.client.isdecimal()
     require(named, "--client", "must be a client's number, or global", options.client)
     require(path.suffix in ENDINGS, "--output", "must end in .onnx, .pt or .ts", options.output)

@@ -15,6 +15,7 @@ from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.explained import add_own, explain
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
+from fl_lightning.files import expanded
 from fl_lightning.homes import no_option, no_section
 from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, check_names, trainer_skips
 from fl_lightning.reading import dump_yaml
@@ -143,10 +144,10 @@ def _resolved(tree: Mapping[str, Any], trust: Trust, load: Load | None) -> Confi
 
 
 def _folder(path: str) -> str:
-    """A path that the system takes."""
+    """A path that the system takes, with its ``~`` filled in."""
     fits = len(os.fsencode(path)) <= 2000 and all(len(os.fsencode(part)) <= 200 for part in path.split("/"))
     require(fits and path != "", "output", "must be a path of at most 2,000 bytes, 200 between two strokes", path)
-    return path
+    return str(expanded(path)) if path.startswith("~") else path
 
 
 def _class(checker: Checker, path: str) -> Any:

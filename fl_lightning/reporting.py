@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_lightning.errors import require
+from fl_lightning.files import expanded
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.page.figure import Figure
 from fl_lightning.report.page.tables import PublishedTable
@@ -54,7 +55,7 @@ def report(argv: Sequence[str]) -> int:
     table = found_tables[0].table if found_tables else None
     require(bool(members) or table is not None, "report", "none of these runs has a round yet", " ".join(options.what))
     title = options.title or (table.title if table else _title(members))
-    path = Path(options.output) if options.output else (found[0].folder if len(found) == 1 else Path()) / PAGE
+    path = expanded(options.output) if options.output else (found[0].folder if len(found) == 1 else Path()) / PAGE
     require(not path.is_dir(), "--output", "must be a file, as report.html", str(path))
     pictures = Path(options.figures) if options.figures else None
     notes = [note for each in found for note in each.notes]

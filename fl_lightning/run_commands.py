@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fl_lightning.commands import COMMANDS, TRUST
 from fl_lightning.errors import require
+from fl_lightning.files import expanded
 from fl_lightning.parser import one_line_parser, resolve
 from fl_lightning.terminal import say
 from fl_lightning.trust import Trust
@@ -142,7 +143,7 @@ def audit(argv: Sequence[str]) -> int:
     from fl_lightning.audit.command import run_audit
     from fl_lightning.audit.matching import Attack
 
-    output = runs[0] / "audit" if options.output is None else Path(options.output)
+    output = runs[0] / "audit" if options.output is None else expanded(options.output)
     inside = options.output is not None or not output.is_symlink()
     require(inside, "--output", f"say where to write: {output} is a link that leads out of the run's folder")
     attack = Attack(options.steps, options.objective, options.lr, options.variation)

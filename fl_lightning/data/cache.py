@@ -21,7 +21,7 @@ from fl_lightning.archives import check_stored
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.errors import own_code, require
-from fl_lightning.files import default_cache_dir, inside, remove_abandoned
+from fl_lightning.files import default_cache_dir, expanded, inside, remove_abandoned
 from fl_lightning.own_sources import edited_since_import, imported_sources, source_of
 from fl_lightning.sealed import save_tensors, verify
 from fl_lightning.seeding import isolated_streams
@@ -57,7 +57,7 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     Raises:
         ConfigError: if the source is missing or broken, or what it decodes to is not valid.
     """
-    folder = Path(cache_dir or _FOLDER.get() or default_cache_dir()).expanduser()
+    folder = expanded(cache_dir or _FOLDER.get() or default_cache_dir())
     name = type(dataset).__name__
     identity = _identity(dataset)
     before = _stamps(dataset) if identity is not None else {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import expanded
 
 
 class Dataset(ABC):
@@ -78,9 +79,9 @@ class Dataset(ABC):
 
 def default_data_dir() -> Path:
     """Where data sets are looked for: ``$FL_LIGHTNING_DATA``, else ``~/.cache/fl-lightning/datasets``."""
-    return Path(os.environ.get("FL_LIGHTNING_DATA") or "~/.cache/fl-lightning/datasets").expanduser()
+    return expanded(os.environ.get("FL_LIGHTNING_DATA") or "~/.cache/fl-lightning/datasets")
 
 
 def data_root(root: str | None) -> Path:
     """The folder that a data set's `root` argument means; None is the default folder."""
-    return default_data_dir() if root is None else Path(root).expanduser()
+    return default_data_dir() if root is None else expanded(root)

@@ -17,7 +17,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std, require_normalize
 from fl_lightning.data.pictures import as_shown
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of
+from fl_lightning.files import content_of, expanded
 from fl_lightning.terminal import say
 
 _UNREADABLE = frozenset(
@@ -119,7 +119,7 @@ class ImageFolder(Dataset):
 
     def _folders(self) -> dict[str, Path]:
         """Where the images of each part are."""
-        root = Path(self.root).expanduser()
+        root = expanded(self.root)
         if not root.is_dir():
             raise ConfigError(
                 KEY,
@@ -135,7 +135,7 @@ class ImageFolder(Dataset):
         """What may be meant to be read, and is not."""
         for folder in self._unread(num_parts):
             yield f"{folder} is not read; move its images into train or {_TESTS[0]}"
-        for folder in dict.fromkeys([Path(self.root).expanduser(), *self._folders().values()]):
+        for folder in dict.fromkeys([expanded(self.root), *self._folders().values()]):
             if self._images(folder):
                 yield f"images beside the classes' folders in {folder} are not read; move them into these"
         for folder in self._folders().values():
@@ -145,7 +145,7 @@ class ImageFolder(Dataset):
 
     def _unread(self, num_parts: int) -> list[Path]:
         """The folders of images beside those of the parts that there are."""
-        root = Path(self.root).expanduser()
+        root = expanded(self.root)
         if not (root / "train").is_dir():
             return []
         read = {"train", *[name for name in _TESTS if (root / name).is_dir()][: num_parts - 1]}

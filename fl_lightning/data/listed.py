@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.partitions import KEY, Partition
 from fl_lightning.data.pickles import read_pickle
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of, plain_json
+from fl_lightning.files import content_of, expanded, plain_json
 from fl_lightning.sealed import fits_checksum
 
 PARTS = ("train", "validation", "test")
@@ -138,7 +137,7 @@ class FromFile(ListedPartition):
         return list(content)
 
     def _read(self) -> Any:
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         require(path.is_file(), f"{KEY}.path", "there is no such file", self.path)
         if path.suffix in (".pkl", ".pickle"):
             return _of_fl_bench(read_pickle(path, f"{KEY}.path"))

@@ -36,7 +36,7 @@ from fl_lightning.data.normalising import (
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pickles import read_pickled_npz
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of, plain_json
+from fl_lightning.files import content_of, expanded, plain_json
 
 
 class ArrayFile(Dataset):
@@ -64,7 +64,7 @@ class ArrayFile(Dataset):
 
     def sources(self) -> list[Path]:
         """The file."""
-        return [Path(self.path).expanduser()]
+        return [expanded(self.path)]
 
     def arrays(self) -> Arrays:
         """Read the file; nothing in it is run.
@@ -116,7 +116,7 @@ class ArrayFile(Dataset):
         return np.concatenate(parts) if parts else None
 
     def _read(self) -> dict[str, Any]:
-        return read_arrays(Path(self.path).expanduser(), f"{KEY}.path")
+        return read_arrays(expanded(self.path), f"{KEY}.path")
 
 
 def read_arrays(path: Path, key: str) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class CSVTable(Dataset):
 
     def sources(self) -> list[Path]:
         """The files."""
-        return [Path(path).expanduser() for path in (self.path, self.test_path) if path is not None]
+        return [expanded(path) for path in (self.path, self.test_path) if path is not None]
 
     def arrays(self) -> Arrays:
         """Read the table.
@@ -208,11 +208,11 @@ class CSVTable(Dataset):
 
     def _columns(self) -> tuple[dict[str, list[str]], int, list[tuple[str, int]]]:
         """The columns of both files, how many rows are the training part's, and each row's file and line."""
-        train, lines = numbered_columns(Path(self.path).expanduser(), f"{KEY}.path")
+        train, lines = numbered_columns(expanded(self.path), f"{KEY}.path")
         places = [(self.path, line) for line in lines]
         if self.test_path is None:
             return train, len(lines), places
-        test, test_lines = numbered_columns(Path(self.test_path).expanduser(), f"{KEY}.test_path")
+        test, test_lines = numbered_columns(expanded(self.test_path), f"{KEY}.test_path")
         same = list(test) == list(train)
         require(same, f"{KEY}.test_path", f"must have the columns of {self.path}", self.test_path)
         places += [(self.test_path, line) for line in test_lines]
@@ -311,7 +311,7 @@ class LEAF(Dataset):
         return arrays_of(as_inputs(inputs, "LEAF"), labels, sizes[0], classes, self.normalize, as_groups(users, "LEAF"))
 
     def _files(self, part: str) -> list[Path]:
-        return sorted((Path(self.root).expanduser() / part).glob("[!.]*.json"))
+        return sorted((expanded(self.root) / part).glob("[!.]*.json"))
 
     def _users(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         files = self._files(part)
@@ -397,5 +397,5 @@ class PFLlibFolder(Dataset):
         return arrays_of(inputs, labels, sizes[0], classes, "none", grouped)
 
     def _files(self, part: str) -> list[Path]:
-        found = (Path(self.root).expanduser() / part).glob("*.npz")
+        found = (expanded(self.root) / part).glob("*.npz")
         return sorted((path for path in found if path.stem.isdecimal()), key=lambda path: int(path.stem))

@@ -19,6 +19,7 @@ from fl_lightning.data.pictures import as_bytes
 from fl_lightning.data.text import as_text
 from fl_lightning.data.tokens import Words
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import expanded
 
 
 class TorchDataset(Dataset):
@@ -243,7 +244,7 @@ class HuggingFace(Dataset):
 
     def sources(self) -> list[Path] | None:
         """The folder's files; of a set on the hub, those in which the library keeps this revision of it, if it does."""
-        folder = Path(self.path).expanduser()
+        folder = expanded(self.path)
         if folder.is_dir():
             return sorted(path for path in folder.rglob("*") if path.is_file())
         files = [[Path(file["filename"]) for file in part.cache_files] for part in self._parts()]
@@ -309,7 +310,7 @@ class HuggingFace(Dataset):
         except ImportError as error:
             raise ConfigError(KEY, "HuggingFace needs the package `datasets`: pip install datasets") from error
         try:
-            local = Path(self.path).expanduser().is_dir()
+            local = expanded(self.path).is_dir()
             found = datasets.load_from_disk(self.path) if local else datasets.load_dataset(self.path, self.name)
         except Exception as error:  # no network, no such set, damaged files: whatever it is, it is reported
             said = " ".join(str(error).split())[:150]

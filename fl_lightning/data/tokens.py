@@ -18,6 +18,7 @@ from fl_lightning.data.delimited import lines_in, read_columns, text_of
 from fl_lightning.data.normalising import arrays_of, as_groups, as_labels, is_missing
 from fl_lightning.data.text import PAD, UNKNOWN, as_text, tokenise
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import expanded
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class TextFile(Dataset):
     def sources(self) -> list[Path]:
         """The files, and the tokenizer's."""
         paths = [self.path, self.test_path, None if self.tokenizer == "words" else self.tokenizer]
-        return [Path(path).expanduser() for path in paths if path is not None]
+        return [expanded(path) for path in paths if path is not None]
 
     def arrays(self) -> Arrays:
         """Read and tokenise.
@@ -114,7 +115,7 @@ class TextFile(Dataset):
             ConfigError: if a file or a column is missing, or a file has another encoding.
         """
         given = (("path", self.path), ("test_path", self.test_path))
-        parts = [_read(Path(path).expanduser(), option) for option, path in given if path is not None]
+        parts = [_read(expanded(path), option) for option, path in given if path is not None]
         for key, name in (("text", self.text), ("label", self.label), ("group", self.group)):
             for part in parts:
                 require(name is None or name in part, f"{KEY}.{key}", f"columns are {', '.join(part)}", name)
@@ -142,7 +143,7 @@ class TextFile(Dataset):
         texts = [as_text(text) for text in columns[self.text]]
         if self.tokenizer != "words":
             return self._tokens(texts, 0)[0]
-        return self._words.encode(texts, _read(Path(self.path).expanduser(), "path")[self.text])
+        return self._words.encode(texts, _read(expanded(self.path), "path")[self.text])
 
     def _tokens(self, texts: Sequence[str], num_train: int) -> tuple[Tensor, int]:
         if self.tokenizer == "words":
@@ -152,7 +153,7 @@ class TextFile(Dataset):
         except ImportError as error:
             rule = "a tokenizer's file needs the package `tokenizers`: pip install tokenizers"
             raise ConfigError(f"{KEY}.tokenizer", rule, self.tokenizer) from error
-        path = Path(self.tokenizer).expanduser()
+        path = expanded(self.tokenizer)
         require(path.is_file(), f"{KEY}.tokenizer", "must be words, or a tokenizer.json", self.tokenizer)
         try:
             tokenizer = Tokenizer.from_file(str(path))

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from fl_lightning.errors import require
+from fl_lightning.files import expanded
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.terminal import say
 
@@ -173,7 +174,7 @@ def _reserve(logger: CSVLogger | TensorBoardLogger, made: set[Path]) -> None:
     """
     seen = None
     while logger.version != seen and "://" not in logger.log_dir:  # one that chooses blindly stays with its choice
-        folder = Path(logger.log_dir).expanduser()
+        folder = expanded(logger.log_dir)
         if folder in made:
             return
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of
+from fl_lightning.files import content_of, expanded
 from fl_lightning.sealed import plain_tensors
 
 KEY = "model.weights"
@@ -29,7 +29,7 @@ def load_file(network: nn.Module, path: Path, head: str) -> None:
     Raises:
         ConfigError: if the file is missing, damaged, holds anything but tensors, or weights of another network.
     """
-    path = path.expanduser()
+    path = expanded(path)
     require(path.is_file(), KEY, "there is no such file", str(path))
     found = plain_tensors(content_of(path), path, KEY)
     inside = [found[name] for name in _INSIDE if isinstance(found, Mapping) and isinstance(found.get(name), Mapping)]

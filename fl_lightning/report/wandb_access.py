@@ -7,8 +7,9 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from pathlib import Path
 from typing import Any
+
+from fl_lightning.files import expanded
 
 SETTINGS: dict[str, Any] = {
     "silent": True,
@@ -45,7 +46,7 @@ def has_key(base: Any) -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or base.api_key:
         return True
     named = os.environ.get("NETRC")
-    paths = [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    paths = [expanded(name) for name in ([named] if named else ["~/.netrc", "~/_netrc"])]
     for path in paths:
         try:
             logins = netrc.netrc(path)

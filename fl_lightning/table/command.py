@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fl_lightning.command_line import said_around
 from fl_lightning.errors import ConfigError, listed_names, require
-from fl_lightning.files import write_text
+from fl_lightning.files import expanded, write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import (
@@ -59,7 +59,7 @@ def table(argv: Sequence[str], command: Command) -> int:
     options = _parser().parse_args(own)
     definition = read_definition(Path(options.file))
     choice = Choice(
-        Path(options.output),
+        expanded(options.output),
         listed_names(options.only, [row.name for row in definition.rows]),
         listed_names(options.columns, [column.name for column in definition.columns]),
         tuple(_number("--seeds", seed) for seed in listed_names(options.seeds, ())),

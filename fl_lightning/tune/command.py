@@ -17,6 +17,7 @@ from rich.console import Console
 from fl_lightning.command_line import SECTIONS, bare
 from fl_lightning.errors import ConfigError, listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
+from fl_lightning.files import expanded
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.record import watched_by
@@ -411,7 +412,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
     for name in only:
         require(name in known, "--only", f"the search has none of that name; {suggest(name, known)}", name)
     console = PlainConsole(quiet=options.quiet)
-    tuning = Tuning(search, Path(options.output), options.jobs, command, console, overrides, only)
+    tuning = Tuning(search, expanded(options.output), options.jobs, command, console, overrides, only)
     for asked, name in ((options.print_commands, "--print-commands"), (options.dry_run, "--dry-run")):
         kind = search.kind
         require(not asked or kind == "grid", name, "needs search: grid; Optuna chooses as it goes", kind)

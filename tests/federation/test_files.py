@@ -118,6 +118,31 @@ def test_what_the_system_refuses_names_the_file_and_leaves_the_old_one(tmp_path,
     assert [found.name for found in tmp_path.iterdir()] == ["state.pt"]
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_file_system_that_cannot_say_what_is_on_the_disk_is_written_to(tmp_path, monkeypatch, number):
+    """VirtualBox's shared folders and others refuse fsync of folders."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: _refuse(number))
+    save_tensors(tmp_path / "state.pt", {"a": torch.ones(1)})
+    write_text(tmp_path / "text", "a")
+    files.append_text(tmp_path / "text", "b")
+    files.sync_folder(tmp_path)
+    assert load_tensors(tmp_path / "state.pt", "--resume")["a"].item() == 1
+    assert (tmp_path / "text").read_text() == "ab"
+
+
+def _refuse(number):
+    raise OSError(number, os.strerror(number))
+
+
+def test_home_is_filled_in_and_who_has_none_has_the_root(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(files.expanded("~/a")) == "/home/me/a"
+    assert str(files.expanded("~nobody-of-this-name/a")) == "~nobody-of-this-name/a"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a number without a name
+    assert str(files.expanded("~/a")) == "/a"
+    assert str(files.default_cache_dir()) == os.environ.get("FL_LIGHTNING_CACHE", "/.cache/fl-lightning/arrays")
+
+
 def test_disk_that_is_full_in_the_middle_of_a_tensor_is_named(tmp_path):
     with pytest.raises(WriteError, match="No space left"):
         files.write_atomically(tmp_path / "a", lambda file: torch.save(STATE, sealed.Summed(Full())))
