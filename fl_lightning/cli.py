@@ -85,10 +85,19 @@ def _dispatch(arguments: list[str]) -> int:
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
         raise ConfigError("command", f"there is no such command; {suggest(name, COMMANDS)}", name)
+    _require_folder()
     command = COMMANDS[name]
     run = pkgutil.resolve_name(command.run)
     code: int = run(rest, main) if command.runs_others else run(rest)
     return code
+
+
+def _require_folder() -> None:
+    """Refuse to work in a folder that somebody has deleted: no path means anything there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError("working directory", f"cannot be used ({error.strerror}); change to one that is") from error
 
 
 def show_list(argv: Sequence[str]) -> int:

@@ -146,3 +146,17 @@ def test_help_is_the_same_without_torch(answers, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.main(["fit", "--method.help", "FedRep"])
     assert " ".join(capsys.readouterr().out.split()) == " ".join(answers["fit --method.help FedRep"][1].split())
+
+
+def test_home_is_filled_in_where_runs_go(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert resolve({**BASE, "output": "~/runs"}, Trust())["output"] == "/home/me/runs"
+    assert resolve({**BASE, "output": "runs/~"}, Trust())["output"] == "runs/~"
+
+
+def test_command_in_a_folder_that_was_deleted_says_so(tmp_path):
+    script = "import os; from fl_lightning.__main__ import run; os.rmdir(os.getcwd()); run()"
+    command = [sys.executable, "-c", script, "list", "methods"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("fl-lightning: error: working directory: cannot be used (No such file or directory)")
