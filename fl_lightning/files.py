@@ -267,7 +267,14 @@ def make_folder(folder: Path) -> None:
         WriteError: if the system refuses.
     """
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            astray = next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
+            if astray is None:
+                raise
+            why = f"{astray} is a link to {os.readlink(astray)}, which is not there"
+            raise FileNotFoundError(errno.ENOENT, why) from error
 
 
 def remove(path: Path) -> None:

@@ -32,7 +32,6 @@ from fl_lightning.report.record import (
     num_evaluated,
     read_metrics,
     read_packed,
-    read_rows,
     summarise,
 )
 from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart
@@ -187,7 +186,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
 
     def write_summary(self, loop: FederatedLoop, final_received: Mapping[str, float], finished: bool) -> dict[str, Any]:
         """Write `summary.json` and return what it says."""
-        rows = read_rows(self.folder / "metrics.csv")
+        rows = self.tables.rows("metrics.csv")
         counting = loop.board.clients
         figures = summarise(rows, loop.patience.monitor, loop.patience.less)
         honest = "best_by" in figures or loop.data.evaluate_on == "validation"

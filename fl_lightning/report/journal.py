@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import append_text, content_of, holds, sync_file, write_text
 from fl_lightning.report.columns import is_time
-from fl_lightning.report.record import MetricsFile
+from fl_lightning.report.record import MetricsFile, Row, read_rows
+from fl_lightning.terminal import say
 
 JOURNAL = "journal.txt"
 """Its name, beside the checkpoints."""
@@ -169,6 +171,16 @@ class RunTables:
         for name, text in texts.items():
             self.files[name].append(text, sync=self.journal is None)
             self._sums[name].add(text)
+
+    def rows(self, name: str) -> list[Row]:
+        """A table's rows; where somebody has changed or deleted the file since, it is made again from the journal."""
+        path, crc = self.files[name].path, self._sums[name].value
+        if self.journal is not None and not _cut(path, math.inf, crc):
+            records = self.journal.read(sys.maxsize)
+            if records and _sum(records, name) == crc:
+                say(f"{path} was changed while the run wrote into it; it is made again from {self.journal.path}")
+                write_text(path, "".join(texts.get(name, "") for texts in records))
+        return read_rows(path)
 
     def sync(self) -> None:
         """Make the tables survive a power cut, at the end of a run; until then the journal does."""

@@ -143,6 +143,12 @@ def test_home_is_filled_in_and_who_has_none_has_the_root(monkeypatch):
     assert str(files.default_cache_dir()) == os.environ.get("FL_LIGHTNING_CACHE", "/.cache/fl-lightning/arrays")
 
 
+def test_folder_behind_a_link_to_nowhere_is_named(tmp_path):
+    (tmp_path / "runs").symlink_to("scratch")
+    with pytest.raises(WriteError, match=r"cannot write .*runs/a/b: .*runs is a link to scratch, which is not there"):
+        files.make_folder(tmp_path / "runs" / "a" / "b")
+
+
 def test_disk_that_is_full_in_the_middle_of_a_tensor_is_named(tmp_path):
     with pytest.raises(WriteError, match="No space left"):
         files.write_atomically(tmp_path / "a", lambda file: torch.save(STATE, sealed.Summed(Full())))
@@ -210,6 +216,18 @@ def test_tables_are_made_again_whatever_happened_to_them(tables, tmp_path, damag
     assert again.state_dict() == tables.saved
     (tmp_path / "fresh").mkdir()
     assert contents(tmp_path) == expected(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_rows_are_those_that_were_written_whatever_happened_to_their_file(tables, tmp_path, damage, capfd):
+    """A summary counts them at a run's end: a spreadsheet may have rounded them, an editor taken the file away."""
+    path = tmp_path / "metrics.csv"
+    whole = path.read_bytes()
+    damage(path)
+    untouched = path.exists() and path.read_bytes() == whole
+    assert [row["Local-T"] for row in tables.rows("metrics.csv")] == [1 / 7, 2 / 7, 3 / 7]
+    assert path.read_bytes() == whole
+    assert ("metrics.csv was changed while the run wrote into it" in capfd.readouterr().err) != untouched
 
 
 def test_journal_and_table_that_are_damaged_both_are_refused(tables, tmp_path):
