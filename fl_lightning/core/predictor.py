@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from fl_lightning.core.message import version_of
+
 if TYPE_CHECKING:
     from fl_lightning.models.split import SplitModel
 
@@ -41,12 +43,12 @@ class Seen:
     def knows(self, model: SplitModel, z: Tensor) -> None:
         """Take an embedding [B, D] that was computed before."""
         self._known[id(model), "z"] = z
-        self._fresh[id(model)] = z._version
+        self._fresh[id(model)] = version_of(z)
 
     def known(self, model: SplitModel) -> Tensor | None:
         """The embedding [B, D], if somebody has asked for it and nobody has changed it in place."""
         z = self._known.get((id(model), "z"))
-        return z if z is not None and z._version == self._fresh[id(model)] else None
+        return z if z is not None and version_of(z) == self._fresh[id(model)] else None
 
     def logits(self, model: SplitModel) -> Tensor:
         """The logits [B, C]."""
