@@ -18,12 +18,17 @@ NARROWEST = 40  # columns that a table takes, whatever the terminal has
 class PlainConsole(Console):
     """A console on which a name is a name: ``[/b]``, ``:heart:`` and an escape sequence are shown as they are written.
 
+    In a notebook it prints as elsewhere: rich would show pages there, which a run's forked processes cannot. Only on a
+    terminal is it interactive: ``FORCE_COLOR``, which notebooks and CI set, asks for colours, not for a live line.
+
     Args:
         options: of rich's console.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, force_jupyter=False, **options)
+        if not {"force_terminal", "force_interactive"} & options.keys() and not self.file.isatty():
+            self.is_interactive = False
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print as rich does; on a terminal that is very narrow, tables are wider than it, and it breaks their lines.

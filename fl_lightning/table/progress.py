@@ -83,7 +83,8 @@ class Progress:
         self._states: dict[str, str] = {}
         self._looked = self._written = -math.inf
         self._rounds: dict[str, int] = {}
-        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        draws = console.is_terminal and console.is_interactive
+        self.live = Live(console=console, auto_refresh=False) if draws else None
 
     def __enter__(self) -> Progress:
         if self.live is not None:

@@ -1,3 +1,4 @@
+import builtins
 import io
 import re
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from fl_lightning.report import live
 from fl_lightning.report.console import accuracy_columns, print_summary, summary_table
 from fl_lightning.report.live import RoundProgress
 from fl_lightning.report.plain import PlainConsole
+from fl_lightning.table.progress import Progress
 
 ROW = {
     "round": 12,
@@ -331,6 +333,24 @@ def test_dumb_terminal_gets_plain_lines():
     progress.on_run_start(loop)
     run_round(progress, loop, {"round": 1})
     assert file.getvalue() == "round  1/1  left 0:00:00\n"
+
+
+def test_colours_that_are_forced_make_no_terminal_of_a_file(monkeypatch):
+    """As notebooks and CI do; the live line was written four times a second."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = PlainConsole(file=io.StringIO())
+    assert console.is_terminal
+    assert not RoundProgress(console).live
+    assert Progress(console, []).live is None
+
+
+def test_a_notebook_gets_lines_not_pages(monkeypatch):
+    """The forked processes of its runs can show it no pages: their rounds were lost."""
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    file = io.StringIO()
+    PlainConsole(file=file).print("round 1")
+    assert file.getvalue() == "round 1\n"
 
 
 # --- the end of a run -----------------------------------------------------------------------------------------------
