@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import pickle
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing_extensions import Self
 
 from fl_lightning.configuration import Config
 from fl_lightning.data.module import FederatedData
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, require, shortened
 from fl_lightning.experiment import BuiltExperiment, name_of
 from fl_lightning.federation import launch
 from fl_lightning.federation.callbacks import FederationCallback, check_hooks
@@ -173,6 +174,8 @@ class Experiment:
         callbacks: Sequence[FederationCallback],
     ) -> None:
         """The fit in several processes that are started here."""
+        if launch.best_start_method(team) == "spawn":
+            _require_sent(callbacks)
         built.check(resume, overwrite)  # here, so that a mistake is answered by this process
         torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
         with TemporaryDirectory() as folder:
@@ -196,6 +199,25 @@ def _showing(verbose: bool, callbacks: Sequence[FederationCallback]) -> Iterator
         return
     with RoundProgress(PlainConsole()) as display:
         yield [display, *callbacks]
+
+
+def _require_sent(callbacks: Sequence[FederationCallback]) -> None:
+    """Refuse callbacks that spawned processes cannot be sent: they find classes by name, and know no notebook's cells.
+
+    Raises:
+        ConfigError: if one cannot be pickled, or is of a class of a cell.
+    """
+    alone = "federation.workers=1 takes any"
+    for callback in callbacks:
+        kind = type(callback).__name__
+        try:
+            pickled = pickle.dumps(callback)
+        except Exception as error:  # whatever a user's object raises
+            rule = f"must be what pickle takes, for workers are spawned here ({shortened(str(error), 100)}); {alone}"
+            raise ConfigError("callbacks", rule, kind) from error
+        in_cell = b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__")
+        rule = f"must be of a module, not of a notebook's cell, for workers are spawned here; {alone}"
+        require(not in_cell, "callbacks", rule, kind)
 
 
 def _work(

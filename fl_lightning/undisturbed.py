@@ -15,12 +15,12 @@ import torch
 from fl_lightning.heap import give_back
 from fl_lightning.seeding import isolated_streams
 
-_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK")
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "MASTER_PORT")
 _LOGS = [
     f"lightning.{package}.utilities.{part}"
     for package in ("pytorch", "fabric")
     for part in ("rank_zero", "distributed")
-] + ["lightning.pytorch.accelerators.cuda"]
+] + ["lightning.pytorch.accelerators.cuda", "torch.multiprocessing.spawn"]
 
 
 _TURN = threading.RLock()

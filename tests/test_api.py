@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -514,8 +516,10 @@ def test_interrupt_leaves_a_folder_to_go_on_with(times, rounds, trial, capfd):
 
 
 def test_several_workers_give_the_same_numbers(run, trial):
+    before = dict(os.environ), logging.getLogger("torch.multiprocessing.spawn").level
     shared = trial(name="shared", federation__rounds=2, federation__workers=2).fit()
     assert shared.metrics["Local-T"].tolist() == run.metrics["Local-T"].tolist()[:2]
+    assert (dict(os.environ), logging.getLogger("torch.multiprocessing.spawn").level) == before
 
 
 class Best(FederationCallback):
@@ -547,6 +551,28 @@ def test_a_callback_comes_back_from_a_run_that_was_stopped(trial, capfd):
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         trial(**options).fit(callbacks=[watch, Interrupt(1)])
     assert watch.best[1] > 0
+
+
+class OfACell(Best):
+    """Is called as a class of a notebook's cell is."""
+
+    __module__ = "__main__"
+
+
+def test_callbacks_that_spawned_workers_cannot_be_sent_are_refused(trial, monkeypatch):
+    """On GPUs and macOS the run's processes ended in tracebacks once they had been started."""
+    monkeypatch.setattr("fl_lightning.federation.launch.best_start_method", lambda team: "spawn")
+    notebook = ModuleType("__main__")
+    notebook.OfACell = OfACell
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    own = trial(name="spawned", federation__rounds=1, federation__workers=2)
+    with pytest.raises(
+        ConfigError, match=r"^callbacks: must be of a module, not of a notebook's cell.*, got 'OfACell'"
+    ):
+        own.fit(callbacks=[OfACell()])
+    with pytest.raises(ConfigError, match=r"^callbacks: must be what pickle takes, .*lambda.*, got 'Best'"):
+        own.fit(callbacks=[Best(lambda: None)])
+    assert not own.folder.exists()
 
 
 class Within(FederationCallback):

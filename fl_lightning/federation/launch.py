@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager, suppress
@@ -59,6 +60,7 @@ def _quiet() -> None:
         for part in ("rank_zero", "distributed"):
             logging.getLogger(f"{name}.utilities.{part}").setLevel(logging.WARNING)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # whom it ends, when one has ended
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")  # lightning 2.6, torch 2.15
 
 
 class OnThisMachine(LightningEnvironment):
@@ -216,7 +218,8 @@ def _refusals_said(team: Team) -> Iterator[None]:
 
 @contextmanager
 def _meeting(team: Team) -> Iterator[None]:
-    """The meeting of processes that are started here."""
+    """The meeting of processes that are started here; one that is spawned has heard nothing of what is to be quiet."""
+    _quiet()
     with _in_time(team), _refusals_said(team):
         yield
 

@@ -32,6 +32,12 @@ _tethered = False
 class _Launcher(_MultiProcessingLauncher):
     """Lightning's, which starts the processes while signals are held back: one in a fork's middle would be lost."""
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """True: what spawned processes run stands in modules, and needs nothing of a notebook's cells."""
+        return True
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         (_check_missing_main_guard if self._start_method == "spawn" else _check_bad_cuda_fork)()

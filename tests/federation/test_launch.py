@@ -382,10 +382,12 @@ def sum_and_mark(path: str) -> int:
 
 
 @pytest.mark.slow
-def test_spawned_processes_meet_and_end_as_forked_ones_do(tmp_path):
-    """As on a GPU, and on other systems."""
+def test_spawned_processes_meet_and_end_as_forked_ones_do(tmp_path, monkeypatch, capfd):
+    """As on a GPU, and on other systems; from a notebook, too, where Lightning refused them."""
+    monkeypatch.setattr("lightning.fabric.connector._IS_INTERACTIVE", True)
     assert launch(sum_and_mark, Team(2, threads=1), str(tmp_path / "mark"), start_method="spawn") == 3
     assert not (tmp_path / "mark").exists()
+    assert "Initializing distributed" not in capfd.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
