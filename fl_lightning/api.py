@@ -31,7 +31,7 @@ from fl_lightning.parser import resolve
 from fl_lightning.report.live import RoundProgress
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.run import Run
-from fl_lightning.terminal import say
+from fl_lightning.terminal import OutlivedStream, say
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
@@ -197,7 +197,8 @@ def _showing(verbose: bool, callbacks: Sequence[FederationCallback]) -> Iterator
     if not verbose:
         yield list(callbacks)
         return
-    with RoundProgress(PlainConsole()) as display:
+    there = None if sys.stdout is None else OutlivedStream(sys.stdout)
+    with RoundProgress(PlainConsole(file=there)) as display:
         yield [display, *callbacks]
 
 

@@ -46,8 +46,9 @@ class OutlivedStream:
         except OSError as error:  # broken pipe, terminal hung up, disk full
             self.cut = self.cut or (error if error.errno in FULL else None)
             with suppress(OSError, ValueError):  # from here on into the void, what the stream still holds, too
+                number = self._stream.fileno()
                 void = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(void, self._stream.fileno())
+                os.dup2(void, number)
                 os.close(void)
 
     def __getattr__(self, name: str) -> Any:

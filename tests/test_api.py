@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import io
 import logging
 import os
 import random
@@ -737,6 +738,19 @@ def test_fit_shows_rounds_only_if_asked(trial, capsys):
     assert capsys.readouterr().out == ""
     trial(name="loud", federation__rounds=1).fit(verbose=True)
     assert "Local-T" in capsys.readouterr().out
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has left."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_fit_that_shows_rounds_outlives_who_looks_at_them(trial, monkeypatch):
+    """``python script.py | head`` ended the run with its first line, as a full disk under a log did."""
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert trial(name="unseen-rounds", federation__rounds=1).fit(verbose=True).finished
 
 
 def test_data_can_be_looked_at_before_a_fit(trial):
