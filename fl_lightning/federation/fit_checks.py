@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +138,9 @@ def fewest_batches(data: FederatedData, of: np.ndarray | slice = slice(None)) ->
 def check_fits(
     module: ClientModule, trainer: L.Trainer, settings: Federation, data: FederatedData, of: np.ndarray
 ) -> None:
-    """Try the optimizers out of every round whose phases are of their own, and leave the module in the first.
+    """Try the optimizers out of every round whose phases are of their own, later ones on a copy of the module.
 
-    It is then as before the shortest fit that some clients have in that round, which is tried out next.
+    It is then as before the shortest fit that some clients have in the first round, which is tried out next.
 
     Args:
         module: theirs.
@@ -158,40 +158,71 @@ def check_fits(
     batches, largest = fewest_batches(data, mine), int(data.num_train[mine].max()) / data.batch_size
     module.own.steps, module.own.most_steps = most_batches(trainer, batches), trainer.max_steps
     facts = module.method.facts
-    for round in reversed(_turns(module.method, settings.rounds)):
-        module.method.facts = replace(facts, round=round)
+
+    def check(own: ClientModule, round: int) -> None:
+        own.method.facts = replace(facts, round=round)
         lengths = settings.local_epochs, settings.local_steps
         workload = workload_of(*lengths, facts.seed, round, client, batches)
-        module.workload = workload._replace(tries=tries_out(trainer))
-        _check_limit(module, trainer.max_steps, settings, largest)
-        check_optimizer(module, facts.device, trainer.max_steps)
+        own.workload = workload._replace(tries=tries_out(trainer))
+        _check_limit(own, trainer.max_steps, settings, largest)
+        check_optimizer(own, facts.device, trainer.max_steps)
+
+    check(module, 1)
+    if _goes_by_the_round(module.method):
+        _check_later(module, settings.rounds, check)
 
 
-def _turns(method: Method, rounds: int) -> list[int]:
-    """The rounds from which on a method trains otherwise than in any before, the first among them.
-
-    Args:
-        method: is told of each of them.
-        rounds: of the run.
-    """
+def _goes_by_the_round(method: Method) -> bool:
+    """Whether what a method trains may be otherwise in another round."""
     try:
         with as_nobody(method, TimelessFacts):
             method.phases()
     except AsksWho:
-        facts, found = method.facts, dict[Any, int]()
-        for round in range(1, rounds + 1):
-            method.facts = replace(facts, round=round)
-            with suppress(Exception):  # a later one may need what comes in before it
-                found.setdefault(tuple(map(_outline, method.phases())), round)
-        method.facts = facts
-        return sorted({1, *found.values()})
-    return [1]
+        return True
+    return False
+
+
+def _check_later(module: ClientModule, rounds: int, check: Callable[[ClientModule, int], None]) -> None:
+    """Check the rounds after the first from which on a method trains otherwise than in any before.
+
+    Args:
+        module: is copied: asked for a later round, a method may freeze what it trains until then, or note the round.
+        rounds: of the run.
+        check: of a module in a round.
+
+    Raises:
+        ConfigError: naming what is wrong in one of them.
+    """
+    try:
+        own = copy.deepcopy(module)
+    except Exception:  # somebody's own holds what cannot be copied
+        return
+    facts, seen = module.method.facts, set[Any]()
+    for round in range(1, rounds + 1):
+        own.method.facts = replace(facts, round=round)
+        try:
+            outline = tuple(map(_outline, own.method.phases()))
+            if outline not in seen and round > 1:
+                check(own, round)
+            seen.add(outline)
+        except ConfigError:
+            raise
+        except Exception:  # a later one may need what comes in before it
+            continue
 
 
 def _outline(phase: Phase) -> Any:
-    """What tells phases apart; of what is made anew for every round, that it is there."""
-    named = {own.name: getattr(phase, own.name) for own in fields(phase)}
+    """What tells phases apart; of what is made anew for every round, and of rates, that it is there and above 0."""
+    named = {own.name: getattr(phase, own.name) for own in fields(phase) if own.name != "name"}
+    named["lr"] = _sign(phase.lr)
+    for part, options in (named.pop("settings") or {}).items():
+        whose = part if phase.parts else part == phase.name
+        named["settings", whose] = {option: _sign(value) for option, value in sorted(options.items())}
     return repr({name: callable(own) or own for name, own in named.items()})
+
+
+def _sign(value: Any) -> Any:
+    return value > 0 if isinstance(value, (int, float)) else value
 
 
 def _check_limit(module: ClientModule, max_steps: int, settings: Federation, batches: float) -> None:

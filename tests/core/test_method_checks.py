@@ -13,6 +13,7 @@ from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation import fit_checks
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedprox import FedProx
@@ -187,6 +188,52 @@ def test_a_later_round_may_be_made_of_what_comes_in_before_it(mlp, run_federatio
         FedAvg.receive(self, message, data)
 
     assert run_federation(lambda: own(phases=phases, receive=receive)(mlp()), rounds=2).round == 2
+
+
+def test_a_later_round_s_optimizer_may_be_made_of_what_comes_in_before_it(mlp, run_federation):
+    def phases(self):
+        made = None if self.facts.round == 1 else lambda own: torch.optim.SGD(own, self.heard)
+        return [Phase("all", optimizer=made)]
+
+    def receive(self, message, data):
+        self.heard = 0.2
+        FedAvg.receive(self, message, data)
+
+    assert run_federation(lambda: own(phases=phases, receive=receive)(mlp()), rounds=2).round == 2
+
+
+def freezes(self):
+    """From round 3 on the body stands still."""
+    if self.facts.round >= 3:
+        self.model.body.requires_grad_(False)
+    return FedAvg.phases(self)
+
+
+def notes(self):
+    """The rate falls in the third round that it is asked for."""
+    seen = self.seen = {*getattr(self, "seen", ()), self.facts.round}
+    return [Phase("all", lr=0.1 if len(seen) <= 2 else 0.001)]
+
+
+@pytest.mark.parametrize("phases", [freezes, notes])
+def test_looking_at_later_rounds_leaves_a_method_in_the_first(phases, mlp, run_federation):
+    """Its clients trained as in the last round from the first one on, in silence."""
+    short, long = (run_federation(lambda: own(phases=phases)(mlp()), rounds) for rounds in (2, 4))
+    assert short.diary.reports[2, 0].losses == long.diary.reports[2, 0].losses
+
+
+def test_a_rate_for_every_round_is_tried_out_once(mlp, set_up_federation, monkeypatch):
+    """Thousands of rounds took a minute before the first."""
+    tried = []
+    monkeypatch.setattr(fit_checks, "check_optimizer", lambda module, *_: tried.append(module.method.facts.round))
+
+    def phases(self):
+        rate = 1 / self.facts.round
+        name = f"round {self.facts.round}"
+        return [Phase(name, lr=rate, settings={name: {"weight_decay": rate}})]
+
+    set_up_federation(lambda: own(phases=phases)(mlp()), rounds=50)
+    assert tried == [1]
 
 
 def test_predictors_that_come_later_are_refused(mlp, set_up_federation):
