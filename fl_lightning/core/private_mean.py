@@ -122,7 +122,7 @@ class PrivateMean(Door):
 
     @override
     def release(self, round: int, previous: Message) -> Iterator[tuple[int, Message]]:
-        """The round's mean as one message of nobody's; under noise also where nobody came.
+        """The round's mean as one message of nobody's; under noise also where nobody came, of those who could.
 
         Args:
             round: 1-based.
@@ -131,6 +131,9 @@ class PrivateMean(Door):
         reference = previous.weights
         coding = Coding.of(Message(dict(reference))) if self.coding is None else self.coding
         expected = self.expected(round)
+        if not expected:  # a rule chose nobody, whoever they are: there is nothing to tell, nor to hide
+            self.open_round()
+            return iter(())
         noise = deviations(coding, self.norms, self.multiplier) / expected
         vector = noise * torch.randn(
             coding.size, generator=torch_generator(self.seed, "privacy", round), dtype=torch.float64

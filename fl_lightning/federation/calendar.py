@@ -29,8 +29,9 @@ class Calendar:
 
     def participants(self, round: int) -> list[int]:
         """The clients that take part in a round, in order; depends on seed and round alone."""
-        out = self.missing(round)
-        return [client for client in self._drawn(round) if client not in out]
+        drawn = self._drawn(round)
+        out = self.settings.failures.among(drawn, self.seed, round)
+        return [client for client in drawn if client not in out]
 
     def missing(self, round: int) -> set[int]:
         """The clients that should take part in a round and fail."""

@@ -213,7 +213,7 @@ def _check_later(module: ClientModule, rounds: int, check: Callable[[ClientModul
 
 def _outline(phase: Phase) -> Any:
     """What tells phases apart; of what is made anew for every round, and of rates, that it is there and above 0."""
-    named = {own.name: getattr(phase, own.name) for own in fields(phase) if own.name != "name"}
+    named: dict[Any, Any] = {own.name: getattr(phase, own.name) for own in fields(phase) if own.name != "name"}
     named["lr"] = _sign(phase.lr)
     for part, options in (named.pop("settings") or {}).items():
         whose = part if phase.parts else part == phase.name

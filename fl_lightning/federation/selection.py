@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from fl_lightning.errors import require
+from fl_lightning.errors import own_code, require
 
 KEY = "federation.selection"
 
@@ -50,10 +50,10 @@ class BySamples(ClientSelection):
     @override
     def select(self, round: int, num_train: np.ndarray, count: int, rng: np.random.Generator) -> Iterable[int]:
         """`count` clients; those without training samples only where the others are fewer."""
-        chances, some = num_train / num_train.sum(), np.flatnonzero(num_train)
+        some = np.flatnonzero(num_train)
         if count > len(some):
             return {*some.tolist(), *rng.permutation(np.flatnonzero(num_train == 0))[: count - len(some)].tolist()}
-        return rng.choice(len(num_train), size=count, replace=False, p=chances).tolist()
+        return rng.choice(len(num_train), size=count, replace=False, p=num_train / num_train.sum()).tolist()
 
 
 class Cyclic(ClientSelection):
@@ -91,14 +91,16 @@ def selected(
         rng: the round's.
 
     Raises:
-        ConfigError: if it names somebody who is not there, or somebody twice.
+        ConfigError: if it names somebody who is not there, or somebody twice, or raises an error.
     """
     seen = num_train.view()
     seen.flags.writeable = False
-    said = rule.select(round, seen, count, rng)
+    with own_code(KEY, rule, f"select() in round {round}"):
+        said = rule.select(round, seen, count, rng)
+        said = list(said) if isinstance(said, Iterable) else said
     who = f"{type(rule).__name__}.select() must give, in round {round},"
     there = len(num_train)
-    require(isinstance(said, Iterable), KEY, f"{who} clients from 0 to {there - 1}, each at most once", said)
+    require(isinstance(said, list), KEY, f"{who} clients from 0 to {there - 1}, each at most once", said)
     chosen: set[int] = set()
     for client in said:
         whole = isinstance(client, (int, np.integer)) and not isinstance(client, bool) and 0 <= client < there

@@ -5,12 +5,14 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from fl_lightning import Experiment
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.privacy import ClipAndNoise
 from fl_lightning.federation.selection import BySamples, ClientSelection, Cyclic
 from fl_lightning.federation.settings import Federation, Newcomers
 from fl_lightning.methods.fedavg import FedAvg
@@ -112,6 +114,20 @@ def test_a_run_hears_whom_a_rule_chooses(method, mlp, set_up_federation, outcome
     assert_identical(outcome(resumed), outcome(straight))
 
 
+@pytest.mark.parametrize("where", ["server", "client"])
+def test_a_round_without_anybody_changes_nothing_under_noise_either(where, mlp, set_up_federation):
+    """The noise was divided by nobody, and the run ended."""
+    rule = Own(lambda round, *_: [] if round == 2 else [0])
+    loop = set_up_federation(lambda: FedAvg(mlp()), selection=rule, wire=[ClipAndNoise(1.0, 0.1, where)], rounds=3)
+    sent = []
+    for _ in range(3):
+        loop.advance()
+        sent.append({name: own.clone() for name, own in loop.exchange.global_message().weights.items()})
+    assert all(torch.equal(sent[0][name], sent[1][name]) for name in sent[0])
+    assert all(own.isfinite().all() and not torch.equal(own, sent[1][name]) for name, own in sent[2].items())
+    assert [loop.account.mechanism(round)[1:] for round in (1, 2, 3)] == [(1, 1), (1, 1), (1, 2)]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +156,19 @@ def test_a_rule_that_keeps_something_or_draws_by_itself_is_refused():
         ConfigError, match=r"must give the same clients whenever it is asked: for round 1 it gave \[1\]"
     ):
         calendar(rule).check()
+
+
+def test_what_a_rule_raises_is_one_line():
+    """A parameter that it does not take ended the program with a traceback."""
+
+    class Short(ClientSelection):
+        def select(self, round, num_train):
+            return [0]
+
+    with pytest.raises(ConfigError, match=r"selection: Short\.select\(\) in round 1 raises TypeError: .* takes 3 pos"):
+        calendar(Short()).check()
+    with pytest.raises(ConfigError, match=r"Own\.select\(\) in round 1 raises ZeroDivisionError: .*\(test_selection"):
+        calendar(Own(lambda *_: (1 // 0 for _ in range(3)))).check()
 
 
 def test_sizes_are_not_a_rule_s_to_change():
