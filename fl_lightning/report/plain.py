@@ -27,7 +27,7 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, force_jupyter=False, **options)
-        if not {"force_terminal", "force_interactive"} & options.keys() and not self.file.isatty():
+        if not {"force_terminal", "force_interactive"} & options.keys() and not _is_terminal(self.file):
             self.is_interactive = False
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -51,3 +51,11 @@ class PlainConsole(Console):
         """Render as rich does, and let nothing through that would move the cursor or rename the window."""
         for text, style, control in super().render(*arguments, **options):
             yield Segment(text if control else printable(text, "\n"), style, control)
+
+
+def _is_terminal(file: Any) -> bool:
+    """Whether a stream is a terminal; one of somebody's own may be closed, or have `write` and `flush` alone."""
+    try:
+        return bool(file.isatty())
+    except (AttributeError, ValueError):
+        return False

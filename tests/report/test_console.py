@@ -344,6 +344,16 @@ def test_colours_that_are_forced_make_no_terminal_of_a_file(monkeypatch):
     assert Progress(console, []).live is None
 
 
+def test_a_stream_of_ones_own_needs_no_more_than_write_and_flush(monkeypatch):
+    """As of scripts that write into a log beside the terminal."""
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(write=file.write, flush=lambda: None))
+    console = PlainConsole()
+    console.print("round 1")
+    assert file.getvalue() == "round 1\n"
+    assert not RoundProgress(console).live
+
+
 def test_a_notebook_gets_lines_not_pages(monkeypatch):
     """The forked processes of its runs can show it no pages: their rounds were lost."""
     shell = type("ZMQInteractiveShell", (), {})()
