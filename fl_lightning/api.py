@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.context
 import pickle
 import signal
 import sys
@@ -212,13 +213,28 @@ def _require_sent(callbacks: Sequence[FederationCallback]) -> None:
     for callback in callbacks:
         kind = type(callback).__name__
         try:
-            pickled = pickle.dumps(callback)
+            pickled = _pickled_for_a_process(callback)
         except Exception as error:  # whatever a user's object raises
             rule = f"must be what pickle takes, for workers are spawned here ({shortened(str(error), 100)}); {alone}"
             raise ConfigError("callbacks", rule, kind) from error
         in_cell = b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__")
         rule = f"must be of a module, not of a notebook's cell, for workers are spawned here; {alone}"
         require(not in_cell, "callbacks", rule, kind)
+
+
+def _pickled_for_a_process(callback: FederationCallback) -> bytes:
+    """A callback as a starting process is sent it: queues and locks of `multiprocessing` go to such alone."""
+    multiprocessing.context.set_spawning_popen(_Begun)  # type: ignore[arg-type]
+    try:
+        return pickle.dumps(callback)
+    finally:
+        multiprocessing.context.set_spawning_popen(None)
+
+
+class _Begun:
+    """Stands for that process: it is given numbers of open files, of which it makes nothing."""
+
+    DupFd = duplicate_for_child = staticmethod(int)
 
 
 def _work(

@@ -4,7 +4,9 @@ import gc
 import importlib
 import io
 import logging
+import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -574,6 +576,19 @@ def test_callbacks_that_spawned_workers_cannot_be_sent_are_refused(trial, monkey
     with pytest.raises(ConfigError, match=r"^callbacks: must be what pickle takes, .*lambda.*, got 'Best'"):
         own.fit(callbacks=[Best(lambda: None)])
     assert not own.folder.exists()
+
+
+def test_callbacks_may_hold_what_goes_to_a_process_as_it_is_started(trial, monkeypatch):
+    """A queue on which the rounds are heard of elsewhere."""
+    monkeypatch.setattr("fl_lightning.federation.launch.best_start_method", lambda team: "spawn")
+    sent = []
+    monkeypatch.setattr("fl_lightning.federation.launch.launch", lambda *arguments, **_: sent.extend(arguments) or 1)
+    queue = multiprocessing.get_context("spawn").Queue()
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        trial(name="queued", federation__workers=2).fit(callbacks=[Best(queue)])
+    assert sent[6][0].keeps is queue
+    with pytest.raises(RuntimeError, match="inheritance"):  # it still goes nowhere else
+        pickle.dumps(queue)
 
 
 class Within(FederationCallback):
