@@ -16,7 +16,7 @@ class BuildWithConfigurations(build_py):
 
     def run(self) -> None:
         """Build."""
-        if not self.editable_mode:
+        if not (self.editable_mode or Path(self.build_lib).resolve() == Path.cwd()):  # there the sources lie
             shutil.rmtree(Path(self.build_lib, "fl_lightning"), ignore_errors=True)
         super().run()
         if not self.editable_mode:

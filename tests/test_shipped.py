@@ -49,6 +49,19 @@ def test_configurations_and_tables_are_read_by_name(elsewhere):
     assert table.base.files == (ROOT / "experiments" / "quickstart.yaml",)
 
 
+def test_package_that_is_built_in_its_own_place_keeps_its_sources(tmp_path):
+    """What an earlier build has left is taken away before a build; there it is the clone itself."""
+    (tmp_path / "fl_lightning").mkdir()
+    (tmp_path / "fl_lightning" / "__init__.py").write_text("edited = True\n")
+    (tmp_path / "setup.py").write_text(
+        (ROOT / "setup.py").read_text().replace("setup(", "setup(packages=['fl_lightning'],")
+    )
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "build", "--build-lib", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "fl_lightning" / "__init__.py").read_text() == "edited = True\n"
+
+
 def test_package_that_is_built_holds_what_there_is_now(tmp_path, monkeypatch):
     built = tmp_path / "lib" / "fl_lightning"
     for left in ("experiments/moved.yaml", "methods/moved.py"):  # `pip install .` of an earlier version
