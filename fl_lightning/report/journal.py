@@ -173,14 +173,18 @@ class RunTables:
             self._sums[name].add(text)
 
     def rows(self, name: str) -> list[Row]:
-        """A table's rows; where somebody has changed or deleted the file since, it is made again from the journal."""
-        path, crc = self.files[name].path, self._sums[name].value
+        """A table's rows; whichever file somebody has changed or deleted since is made again from the journal."""
+        for each, file in self.files.items():
+            self._restore(each, file.path)
+        return read_rows(self.files[name].path)
+
+    def _restore(self, name: str, path: Path) -> None:
+        crc = self._sums[name].value
         if self.journal is not None and not _cut(path, math.inf, crc):
             records = self.journal.read(sys.maxsize)
             if records and _sum(records, name) == crc:
                 say(f"{path} was changed while the run wrote into it; it is made again from {self.journal.path}")
                 write_text(path, "".join(texts.get(name, "") for texts in records))
-        return read_rows(path)
 
     def sync(self) -> None:
         """Make the tables survive a power cut, at the end of a run; until then the journal does."""

@@ -218,16 +218,17 @@ def test_tables_are_made_again_whatever_happened_to_them(tables, tmp_path, damag
     assert contents(tmp_path) == expected(tmp_path / "fresh")
 
 
+@pytest.mark.parametrize("name", ["metrics.csv", "clients.csv"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_rows_are_those_that_were_written_whatever_happened_to_their_file(tables, tmp_path, damage, capfd):
+def test_rows_are_those_that_were_written_whatever_happened_to_their_file(tables, tmp_path, damage, name, capfd):
     """A summary counts them at a run's end: a spreadsheet may have rounded them, an editor taken the file away."""
-    path = tmp_path / "metrics.csv"
+    path = tmp_path / name
     whole = path.read_bytes()
     damage(path)
     untouched = path.exists() and path.read_bytes() == whole
     assert [row["Local-T"] for row in tables.rows("metrics.csv")] == [1 / 7, 2 / 7, 3 / 7]
     assert path.read_bytes() == whole
-    assert ("metrics.csv was changed while the run wrote into it" in capfd.readouterr().err) != untouched
+    assert (f"{name} was changed while the run wrote into it" in capfd.readouterr().err) != untouched
 
 
 def test_journal_and_table_that_are_damaged_both_are_refused(tables, tmp_path):
