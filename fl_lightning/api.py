@@ -26,7 +26,7 @@ from fl_lightning.federation.callbacks import FederationCallback, check_hooks
 from fl_lightning.federation.sickness import RoundError
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.federation.team import Team, is_main
-from fl_lightning.files import WriteError
+from fl_lightning.files import WriteError, expanded
 from fl_lightning.overrides import Source, said
 from fl_lightning.parser import resolve
 from fl_lightning.report.live import RoundProgress
@@ -75,7 +75,7 @@ class Experiment:
     @property
     def folder(self) -> Path:
         """Where the run is written."""
-        return Path(self.config["output"]) / self.name
+        return expanded(self.config["output"]) / self.name
 
     @property
     def seed(self) -> int:

@@ -768,6 +768,12 @@ def test_fit_that_shows_rounds_outlives_who_looks_at_them(trial, monkeypatch):
     assert trial(name="unseen-rounds", federation__rounds=1).fit(verbose=True).finished
 
 
+def test_folder_is_where_the_next_fit_writes(trial):
+    own = trial(name="at-home")
+    own.config["output"] = "~/runs"
+    assert own.folder == own._built().folder == Path.home() / "runs" / "at-home"
+
+
 def test_data_can_be_looked_at_before_a_fit(trial):
     counts = trial(name="unseen").data().class_counts()
     assert counts.shape == (4, 10)
