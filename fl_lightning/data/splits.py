@@ -59,7 +59,8 @@ def matched(
     """Share the official training part out, and the test part after each client's own class mix (DRDFL, FedProto).
 
     Raises:
-        ConfigError: if there is no official test part, or the partition cannot share these labels out.
+        ConfigError: if there is no official test part, the partition cannot share these labels out, or no client has a
+            test sample.
     """
     require_test_part(arrays, "matched")
     parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
@@ -67,6 +68,8 @@ def matched(
         shared = partition.share_tests(arrays, parts, numpy_generator(seed, "partition/match"))
     name, num_tests = type(partition).__name__, len(arrays.y) - arrays.num_train
     tests = checked_shares(shared, num_tests, num_clients, KEY, f"{name}'s test part")
+    rule = "leaves every client without a test sample: the official test part has none of their classes, or groups; use"
+    require(any(map(len, tests)), "data.split", f"{rule} global, or holdout", "matched")
     return [
         _client(client, train, test + arrays.num_train, validation_fraction, seed)
         for client, (train, test) in enumerate(zip(parts, tests, strict=True))

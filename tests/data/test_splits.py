@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
+import torch
 
 from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, Partition
+from fl_lightning.data.skews import ByGroup
 from fl_lightning.data.splits import holdout, matched, server_only
 from fl_lightning.errors import ConfigError
 
@@ -61,6 +63,15 @@ def test_matched_gives_test_samples_in_the_clients_own_class_mix(make_arrays):
         held = np.concatenate([client.train, client.validation])
         train, test = (np.bincount(labels[part], minlength=3) for part in (held, client.test))
         assert np.abs(train / 10 - test).max() < 1
+
+
+def test_a_test_part_of_nobody_that_trains_is_refused(make_arrays):
+    """LEAF splits by user, too: a run of such a folder trained to its end, and had not one accuracy."""
+    arrays = make_arrays([40, 40], [10, 10])
+    arrays.groups = torch.cat([torch.arange(80) % 4, 4 + torch.arange(20) % 2])
+    for partition, data in ((ByGroup(), arrays), (IID(), make_arrays([40, 0], [0, 10]))):
+        with pytest.raises(ConfigError, match=r"^data\.split: leaves every client without a .*; use global, or hold"):
+            matched(partition, data, 4, seed=0)
 
 
 def test_server_only_leaves_clients_without_test_samples(make_arrays):
