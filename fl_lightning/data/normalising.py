@@ -32,7 +32,9 @@ def wide() -> Iterator[None]:
 
 
 def as_array(x: Any) -> np.ndarray:
-    """A tensor of any kind, or what NumPy takes, as an array; it has no bfloat16, which float32 holds."""
+    """A tensor, a list of them, or what NumPy takes, as an array; it has no bfloat16, which float32 holds."""
+    if isinstance(x, list | tuple) and any(isinstance(value, Tensor) for value in x):
+        x = [as_array(value) for value in x]
     if not isinstance(x, Tensor):
         return _as_array(x)
     x = x.detach().cpu()
@@ -56,6 +58,7 @@ def as_inputs(x: Any, name: str) -> Tensor:
         ConfigError: naming the data set, for anything that is no array of numbers.
     """
     array = as_array(x)
+    _require_one_shape(array, name)
     if array.dtype.kind not in "buif" or array.ndim < 2:
         raise ConfigError(KEY, f"{name}: x must be numbers [N, …], is {array.dtype} {list(array.shape)}")
     if array.dtype == np.uint8:
@@ -69,6 +72,15 @@ def as_inputs(x: Any, name: str) -> Tensor:
         return torch.from_numpy(array.astype(np.int64))
     fits = array.dtype.itemsize <= (4 if array.dtype.kind in "bf" else 2)
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32 if fits else np.float64))
+
+
+def _require_one_shape(array: np.ndarray, name: str) -> None:
+    """Refuse samples of several shapes, sequences of several lengths among them, of which NumPy makes objects."""
+    shapes = [list(value.shape) for value in array.flat if isinstance(value, np.ndarray)]
+    odd = next((n for n, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if odd is not None and array.ndim == 1:
+        found = f"sample {odd} is {shapes[odd]}, sample 0 {shapes[0]}"
+        raise ConfigError(KEY, f"{name}: inputs must have one shape, padded or cut: {found}")
 
 
 def as_labels(
@@ -96,8 +108,7 @@ def as_labels(
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
     flat = array.ndim == 1 and array.dtype.kind in "iubUS"
     require(flat, KEY, f"{name}: y must be names or whole numbers [N], is {array.dtype} {list(array.shape)}")
-    if array.dtype.kind == "S":
-        array = np.char.decode(array, "utf-8", "backslashreplace")
+    array = _decoded(array)
     names, numbers = np.unique(array, return_inverse=True)
     odd = next((own for own in names.tolist() if isinstance(own, str) and not _is_text(own)), None)
     require(odd is None, KEY, f"{name}: the label {odd!a} is no text, but half of a letter of UTF-16")
@@ -156,8 +167,7 @@ def class_names(names: Any, name: str) -> list[str]:
     """
     array = as_array(names)
     require(array.ndim == 1 and array.dtype.kind in "iufbUS", KEY, f"{name}: classes must be a flat list of names")
-    array = np.char.decode(array, "utf-8", "backslashreplace") if array.dtype.kind == "S" else array
-    return [str(each) for each in array.tolist()]
+    return [str(each) for each in _decoded(array).tolist()]
 
 
 _GRADES = 20
@@ -165,9 +175,17 @@ _GRADES = 20
 
 
 def _require_one_way(names: np.ndarray, kind: str, name: str) -> None:
-    """Refuse ``0`` beside ``0.0``, which some programs write of a column of whole numbers in which one was missing."""
+    """Refuse ``0`` beside ``0.0``, which some programs write of a column of whole numbers in which one was missing.
+
+    So are names refused that differ in the spaces around them alone, as behind the commas of some lines of a table;
+    a space and an end of line are two letters that a text may go on with.
+    """
     known: dict[float, str] = {}
+    bare: dict[str, str] = {}
     for own in names.tolist() if names.dtype.kind == "U" else ():
+        alike = bare.setdefault(own.strip() or own, own)
+        rule = f"{name}: the {kind} {alike!r} and {own!r} are one but for spaces; write it in one way everywhere"
+        require(alike == own, KEY, rule)
         if not are_numbers([own]):
             continue
         other = known.setdefault(float(own), own)
@@ -225,21 +243,30 @@ def as_groups(groups: Any, name: str) -> Groups:
     require(array.ndim == 1, KEY, f"{name}: groups must be a flat list, are {list(array.shape)}")
     nobody = _first_missing(groups if isinstance(groups, list | tuple) else array)
     require(nobody is None, KEY, f"{name}: sample {nobody} (from 0) is of no group; name one, or take it out")
+    array = _decoded(array)
     try:
         names, numbers = np.unique(array, return_inverse=True)
-        _require_one_way(names, "groups", name)
-        return Groups(torch.from_numpy(numbers.astype(np.int64)), tuple(str(own) for own in names.tolist()))
-    except TypeError as error:  # names beside numbers, lists, mappings
+    except (TypeError, ValueError) as error:  # names beside numbers, lists, mappings, arrays
         kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))
         raise ConfigError(KEY, f"{name}: groups must be names or numbers, all of one type; are {kinds}") from error
+    _require_one_way(names, "groups", name)
+    return Groups(torch.from_numpy(numbers.astype(np.int64)), tuple(str(own) for own in names.tolist()))
+
+
+def _decoded(names: np.ndarray) -> np.ndarray:
+    """Names that are bytes, as HDF5 and MATLAB files give them, as text; all else as it is."""
+    return np.char.decode(names, "utf-8", "backslashreplace") if names.dtype.kind == "S" else names
 
 
 def _as_array(values: Any) -> np.ndarray:
-    """An array of a type; of objects where lists of several lengths are in each other."""
+    """An array of a type; of objects, one a value, where lists of several lengths are in each other."""
     try:
         return np.asarray(values)
     except ValueError:
-        return np.asarray(values, dtype=object)
+        found = np.empty(len(values), dtype=object)
+        for place, value in enumerate(values):  # at once NumPy tries to make one of those whose first axes agree
+            found[place] = value
+        return found
 
 
 def arrays_of(

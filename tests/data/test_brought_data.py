@@ -114,12 +114,27 @@ RAGGED = [[3.0, 1.0], [4.0]]
         ({"x": torch.zeros(2, 2), "y": [0, 1], "classes": RAGGED}, r"ArrayFile: classes must be a flat list of names"),
         ({"x": torch.zeros(2, 2), "y": [0, 1], "classes": "ab"}, r"ArrayFile: classes must be a flat list of names"),
         ({0: torch.zeros(2, 2)}, r"^data\.dataset\.path: .*a\.pt must hold a dict of tensors by their names"),
+        (
+            {"x": [torch.zeros(3, 8), torch.zeros(3, 9)], "y": [0, 1]},  # was a traceback of NumPy's
+            r"^data\.dataset: ArrayFile: inputs must have one shape, padded or cut: sample 1 is \[3, 9\], sample 0 \[",
+        ),
+        (
+            {"x": torch.zeros(2, 2), "y": [0, 1], "groups": [torch.zeros(1), torch.zeros(2)]},
+            r"^data\.dataset: ArrayFile: groups must be names or numbers",
+        ),
     ],
 )
 def test_what_is_no_array_is_one_line(tmp_path, content, said):
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(ConfigError, match=said):
         ArrayFile(str(tmp_path / "a.pt")).arrays()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_a_list_of_tensors_is_read_as_one_tensor_of_them(tmp_path, kind):
+    samples = torch.randn(4, 3, 8).to(kind).requires_grad_()
+    torch.save({"x": list(samples), "y": [0, 1, 0, 1]}, tmp_path / "a.pt")
+    assert torch.equal(checked(ArrayFile(str(tmp_path / "a.pt"), normalize="none")).x, samples.detach().float())
 
 
 def test_classes_that_are_none_are_absent(tmp_path):
@@ -1247,6 +1262,18 @@ def test_one_number_is_not_two_classes_and_not_two_groups(one, other):
     with pytest.raises(ConfigError, match=rule.format("groups")):
         as_groups(np.array([one, other] * 10), "Set")
     assert as_labels(np.array(["01", "1", "nan"] * 10), "Set")[1] == ("01", "1", "nan")
+
+
+@pytest.mark.parametrize("read", [as_labels, as_groups])
+def test_names_that_differ_in_the_spaces_around_them_are_refused(read):
+    """They were two classes, and two clients: behind the commas of a table's lines some programs write a space."""
+    with pytest.raises(ConfigError, match=r"^data\.dataset: Set: the \w+ ' no' and 'no' are one but for spaces"):
+        read(np.array([" no", "no", "yes"] * 10), "Set")
+    assert set(read(np.array([" no", " yes", " ", "\n"] * 10), "Set")[1]) == {" no", " yes", " ", "\n"}
+
+
+def test_groups_of_bytes_are_called_what_the_bytes_say():
+    assert as_groups(np.array([b"eve", b"bob", b"eve"]), "Set").names == ("bob", "eve")
 
 
 def test_a_name_with_an_underscore_is_no_number():
