@@ -226,6 +226,13 @@ class FederatedData:
         return np.stack([client.class_counts.numpy() for client in shown])
 
     @property
+    def only_tested(self) -> list[str]:
+        """Classes of samples in the official test part that its training part has no sample of."""
+        y, size = self._decoded.y, self._decoded.num_train
+        new = {*y[size:].unique().tolist()} - {*y[:size].unique().tolist()}
+        return [self.arrays.classes[label] for label in sorted(new)]
+
+    @property
     def left_out(self) -> int:
         """Samples that nobody holds, neither a client, be it in a part that is laid aside, nor the server."""
         if self.overlaps:

@@ -36,6 +36,9 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
         yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
     if loop.data.left_out:
         yield f"data: {loop.data.left_out} of {len(loop.data.arrays.y)} samples are left out: nobody holds them"
+    if loop.data.only_tested:
+        few = ", ".join(map(repr, loop.data.only_tested[:3])) + (", …" if len(loop.data.only_tested) > 3 else "")
+        yield f"data: the official test part has classes that the training part has no sample of: {few}"
     yield from (f"federation.callbacks: {said}" for said in never_called(loop.callbacks))
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange
     wire, steps = loop.settings.wire or (), loop.settings.server_optimizer is not None

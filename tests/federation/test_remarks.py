@@ -38,6 +38,19 @@ def test_samples_that_nobody_holds_are_remarked(set_up_federation, make_data, ml
     assert list(remarks(loop)) == [f"data: 2 of {len(data.arrays.y)} samples are left out: nobody holds them"]
 
 
+def test_classes_of_the_test_part_alone_are_remarked(set_up_federation, make_data, mlp):
+    """Adult's test part calls its classes `<=50K.`, with a point: a run had four classes and nobody saw it."""
+
+    def edit(arrays):
+        arrays.y[arrays.y == 3] = 0
+        arrays.y[-5:] = 3
+        arrays.num_train -= 5
+
+    loop = set_up_federation(lambda: FedAvg(mlp()), data=make_data(edit=edit))
+    said = "data: the official test part has classes that the training part has no sample of: '3'"
+    assert list(remarks(loop)) == [said]
+
+
 def test_exchange_that_is_not_the_methods_own_is_remarked(set_up_federation, mlp):
     loop = set_up_federation(lambda: FedAvg(mlp()), exchange=Ring())
     assert list(remarks(loop)) == ["federation.exchange: Ring, where FedAvg is defined on Star"]
