@@ -108,7 +108,8 @@ class Arrays:
             check(named, f"group_names must name all {int(self.groups.max()) + 1} groups, not {len(self.group_names)}")
         if self.x.ndim == 4:
             channels, height, width = self.x.shape[1:]
-            last = channels == height > width and width <= 4  # square images as NumPy and PIL hold them
+            narrow = width <= 4 or 2 * width <= min(height, 32)  # of square images as NumPy and PIL hold them
+            last = channels == height > width and narrow
             check(not last, f"images must be [N, C, H, W], are {_kind(self.x)}: permute(0, 3, 1, 2)")
         if self.x.dtype == torch.uint8:
             check(self.x.ndim == 4, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}")

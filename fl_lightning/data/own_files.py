@@ -43,9 +43,9 @@ class ArrayFile(Dataset):
     """Arrays in one `.npz` or `.pt` file: ``x`` and ``y``, or ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
 
     ``groups`` (or ``groups_train`` and ``groups_test``) say who or where a sample is from, ``classes`` how the classes
-    are called. Bytes [N, C, H, W], [N, H, W, C] or [N, H, W] are images, whole numbers [N, L] tokens, anything else
-    features, which are scaled by the official training part: all rows where there is no other. Under the split
-    ``holdout`` clients' test samples are cut out of both parts, and have a share in that.
+    are called. Bytes [N, C, H, W], [N, H, W, C] of 1, 3 or 4 channels or [N, H, W] are images, whole numbers [N, L]
+    tokens, anything else features, which are scaled by the official training part: all rows where there is no other.
+    Under the split ``holdout`` clients' test samples are cut out of both parts, and have a share in that.
 
     Args:
         path: the file.

@@ -52,6 +52,7 @@ def test_validate_accepts_good_arrays(good):
         (arrays(IMAGES[:, 0]), r"uint8 images must be \[N, C, H, W\], are uint8 \[4, 2, 2\]"),
         (arrays(torch.zeros(4, 8, 8, 3, dtype=torch.uint8)), r"are uint8 \[4, 8, 8, 3\]: permute\(0, 3, 1, 2\)"),
         (arrays(torch.zeros(4, 8, 8, 1)), r"images must be \[N, C, H, W\], are float32 .*: permute\(0, 3, 1, 2\)"),
+        (arrays(torch.zeros(4, 32, 32, 12, dtype=torch.uint8)), r"are uint8 \[4, 32, 32, 12\]: permute"),  # of 12 bands
         (arrays(IMAGES, mean=(0.5,), std=(0.5,)), r"need 3 values, one a channel; they have 1 and 1"),
         (arrays(IMAGES, mean=(0.5,) * 3, std=(0.5, 0.0, 0.5)), r"std must be above 0"),
         (arrays(torch.zeros(4, 7, dtype=torch.int64)), r"need a vocabulary_size"),
