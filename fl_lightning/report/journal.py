@@ -37,9 +37,12 @@ class Sum:
         columns = header.rstrip("\n").split(",")
         self._skipped = frozenset(place for place, name in enumerate(columns) if is_time(name))
         self.value = zlib.crc32(header.encode())
+        self.size = len(header.encode())
+        """Bytes of all lines."""
 
     def add(self, lines: str) -> Sum:
         """Add lines to it."""
+        self.size += len(lines.encode())
         if self._skipped:
             rows = [line.split(",") for line in lines.splitlines()]
             kept = ([cell for place, cell in enumerate(row) if place not in self._skipped] for row in rows)
@@ -175,7 +178,8 @@ class RunTables:
     def rows(self, name: str) -> list[Row]:
         """A table's rows; whichever file somebody has changed or deleted since is made again from the journal."""
         for each, file in self.files.items():
-            self._restore(each, file.path)
+            if each == name or not _has_size(file.path, self._sums[each].size):  # others may be very large
+                self._restore(each, file.path)
         return read_rows(self.files[name].path)
 
     def _restore(self, name: str, path: Path) -> None:
@@ -244,6 +248,10 @@ def altered(folder: Path, summary: Mapping[str, Any]) -> list[str]:
 
 def _sum(records: Sequence[Texts], name: str) -> int:
     return Sum(records[0].get(name, "")).add("".join(texts.get(name, "") for texts in records[1:])).value
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def _cut(path: Path, round: float, crc: int) -> list[str]:
