@@ -124,7 +124,7 @@ def test_clients_of_the_rounds_before_are_read_for_loggers_that_take_them_alone(
     loop = run_federation(lambda: FedRep(mlp()), rounds=1, folder=tmp_path, callbacks=[Recorder(tmp_path, {})])
     told = Told()
     Recorder(tmp_path, {}, Loggers([told])).on_run_start(loop)
-    monkeypatch.setattr("fl_lightning.federation.recorder.read_rows", None)
+    monkeypatch.setattr("fl_lightning.federation.recorder.read_packed", None)
     Recorder(tmp_path, {}, Loggers([DummyLogger()])).on_run_start(loop)
     assert [row["client"] for row in told.rows] == list(range(4))
 
