@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
@@ -41,6 +42,7 @@ CPU = {"accelerator": "cpu"}
 @pytest.fixture(autouse=True)
 def _four_cores_and_nobody_else(monkeypatch):
     monkeypatch.setattr(teams, "num_cores", lambda: 4)
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # which a task of SLURM's leaves, to loggers' tests
     others = [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC", "OMP_NUM_THREADS"))]
     for name in others + list(TORCHRUN):
         monkeypatch.delenv(name, raising=False)
