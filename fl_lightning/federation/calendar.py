@@ -1,4 +1,4 @@
-"""Who takes part when, and who is evaluated when: functions of the seed and the settings alone."""
+"""Who takes part when, and who is evaluated when: functions of the seed, the settings and clients' sizes alone."""
 
 from __future__ import annotations
 

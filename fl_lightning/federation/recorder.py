@@ -186,6 +186,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
 
     def write_summary(self, loop: FederatedLoop, final_received: Mapping[str, float], finished: bool) -> dict[str, Any]:
         """Write `summary.json` and return what it says."""
+        self.tables.restore("metrics.csv")
         rows = self.tables.rows("metrics.csv")
         counting = loop.board.clients
         figures = summarise(rows, loop.patience.monitor, loop.patience.less)

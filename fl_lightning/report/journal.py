@@ -176,11 +176,18 @@ class RunTables:
             self._sums[name].add(text)
 
     def rows(self, name: str) -> list[Row]:
-        """A table's rows; whichever file somebody has changed or deleted since is made again from the journal."""
-        for each, file in self.files.items():
-            if each == name or not _has_size(file.path, self._sums[each].size):  # others may be very large
-                self._restore(each, file.path)
+        """A table's rows, as they stand in its file."""
         return read_rows(self.files[name].path)
+
+    def restore(self, read: str) -> None:
+        """Make those files again, from the journal, that somebody has changed or deleted since.
+
+        Args:
+            read: the table that is read next, whose lines are looked at; of others, which may be very large, the size.
+        """
+        for name, file in self.files.items():
+            if name == read or not _has_size(file.path, self._sums[name].size):
+                self._restore(name, file.path)
 
     def _restore(self, name: str, path: Path) -> None:
         crc = self._sums[name].value

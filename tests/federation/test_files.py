@@ -226,6 +226,7 @@ def test_rows_are_those_that_were_written_whatever_happened_to_their_file(tables
     whole = path.read_bytes()
     damage(path)
     untouched = path.exists() and path.read_bytes() == whole
+    tables.restore("metrics.csv")
     assert [row["Local-T"] for row in tables.rows("metrics.csv")] == [1 / 7, 2 / 7, 3 / 7]
     assert path.read_bytes() == whole
     assert (f"{name} was changed while the run wrote into it" in capfd.readouterr().err) != untouched
