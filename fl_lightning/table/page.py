@@ -23,6 +23,7 @@ from fl_lightning.table import ranking
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import ALL_DIGITS, Definition
 from fl_lightning.table.figures import Values
+from fl_lightning.table.quantity import decimals
 from fl_lightning.table.writing import ABOUT, RANKING, as_csv, heads_of, how_many_seeds
 from fl_lightning.terminal import printable
 
@@ -203,11 +204,12 @@ def _number(text: str | None) -> float | None:
 
 
 def _cell(line: Mapping[str, str | None]) -> PublishedCell:
-    def number(name: str, form: str = ".2f") -> str:
+    def number(name: str, form: str = "") -> str:
         found = _number(line.get(name))
-        return "" if found is None else format(found, form)
+        return "" if found is None else format(found, form or decimals(found))
 
-    mean, seeds, clients = (number(name) for name in ("mean", "over_seeds", "over_clients"))
+    form = decimals(_number(line.get("mean")))
+    mean, seeds, clients = (number(name, form) for name in ("mean", "over_seeds", "over_clients"))
     text = mean or "…"
     text += f" ± {seeds}" if seeds else ""
     text += f" ({clients})" if clients else ""
@@ -215,7 +217,7 @@ def _cell(line: Mapping[str, str | None]) -> PublishedCell:
     printed = number("published", ALL_DIGITS) + (f" ± {spread}" if spread else "")
     moments = {name: number(name) for name in MOMENTS if number(name)}
     mark, pairs = line.get("mark") or "", printable(line.get("mark_rests_on") or "")
-    return PublishedCell(text, printed, number("difference", "+.2f"), mark, moments, pairs)
+    return PublishedCell(text, printed, number("difference", f"+{form}"), mark, moments, pairs)
 
 
 def write_table_page(

@@ -114,6 +114,16 @@ class Figure:
         return bool(self.of_clients) and not accuracy_of(self.of_clients).startswith("Global-")
 
 
+def decimals(figure: float | None) -> str:
+    """The form in which a figure and what stands beside it are printed: a loss or a time may be far below 1.
+
+    >>> [format(figure, decimals(figure)) for figure in (66.213, 0.5817, -0.03421, 0.0)]
+    ['66.21', '0.582', '-0.0342', '0.00']
+    """
+    small = figure is not None and 0 < abs(figure) < 1
+    return f".{2 - math.floor(math.log10(abs(figure))) if small else 2}f"  # type: ignore[arg-type]
+
+
 def is_scale(value: Any) -> bool:
     """Whether a value can be a factor of figures."""
     return type(value) in (int, float) and 0 < value < 1e300

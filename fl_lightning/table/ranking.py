@@ -24,6 +24,7 @@ from fl_lightning.table.figures import (
     paired_by,
     pairs,
 )
+from fl_lightning.table.quantity import decimals
 
 EXPLAINED = (
     "Places are those that paired tests at 5 % leave open: 1 and one more for each row that is told to be ahead, to "
@@ -157,11 +158,13 @@ def as_csv(table: Definition, values: Values) -> str:
 
 
 def _mean(value: Value) -> str:
-    return f"{value.mean:.2f}" + ("" if value.over_seeds is None else f" ± {value.over_seeds:.2f}")
+    form = decimals(value.mean)
+    return f"{value.mean:{form}}" + ("" if value.over_seeds is None else f" ± {value.over_seeds:{form}}")
 
 
 def _gap(own: Rank) -> str:
     if own.gap == own.low == own.high == 0 and not own.pairs:
         return ""  # the first itself
-    inside = "" if math.isnan(own.low) else f" [{own.low:+.2f}, {own.high:+.2f}] ({own.pairs})"
-    return f"{own.gap:+.2f}{inside}"
+    form = f"+{decimals(own.value.mean)}"
+    inside = "" if math.isnan(own.low) else f" [{own.low:{form}}, {own.high:{form}}] ({own.pairs})"
+    return f"{own.gap:{form}}{inside}"

@@ -14,7 +14,7 @@ from fl_lightning.report.escaping import in_latex, in_markdown, in_spreadsheet
 from fl_lightning.table import ranking
 from fl_lightning.table.definition import Definition, all_digits
 from fl_lightning.table.figures import BESIDE, Head, Value, Values
-from fl_lightning.table.quantity import Figure
+from fl_lightning.table.quantity import Figure, decimals
 
 DASH = "–"
 RANKING = "ranking.csv"
@@ -139,7 +139,7 @@ def _marked(value: Value | None) -> str:
     text = spread_out(value)
     text = {"best": f"**{text}**", "second": f"_{text}_"}.get(value.mark, text)
     if value.published is not None:
-        gap = "" if value.difference is None else f"; {value.difference:+.2f}"
+        gap = "" if value.difference is None else f"; {value.difference:+{decimals(value.mean)}}"
         text += f" [{value.published}{gap}]"
     return text
 
@@ -148,13 +148,14 @@ def spread_out(value: Value) -> str:
     """``66.2 ± 0.4 (7.1)``: mean, over seeds, over clients."""
     if value.mean is None:
         return "…"
-    over = "" if value.over_seeds is None else f" ± {value.over_seeds:.2f}"
-    clients = "" if value.over_clients is None else f" ({value.over_clients:.2f})"
-    return f"{value.mean:.2f}{over}{clients}"
+    form = decimals(value.mean)
+    over = "" if value.over_seeds is None else f" ± {value.over_seeds:{form}}"
+    clients = "" if value.over_clients is None else f" ({value.over_clients:{form}})"
+    return f"{value.mean:{form}}{over}{clients}"
 
 
 def _plain(figure: float | None) -> str:
-    return DASH if figure is None else f"{figure:.2f}"
+    return DASH if figure is None else f"{figure:{decimals(figure)}}"
 
 
 def as_csv(table: Definition, values: Values) -> str:
@@ -214,6 +215,7 @@ def latex(table: Definition, values: Values, notes: Sequence[str] = ()) -> str:
 def _in_latex(value: Value | None) -> str:
     if value is None or value.mean is None:
         return "--"
-    over = "" if value.over_seeds is None else rf" \pm {value.over_seeds:.2f}"
-    inner = f"{value.mean:.2f}{over}"
+    form = decimals(value.mean)
+    over = "" if value.over_seeds is None else rf" \pm {value.over_seeds:{form}}"
+    inner = f"{value.mean:{form}}{over}"
     return {"best": rf"$\mathbf{{{inner}}}$", "second": rf"\underline{{${inner}$}}"}.get(value.mark, f"${inner}$")

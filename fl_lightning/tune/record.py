@@ -18,6 +18,7 @@ from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.series import short_keys
 from fl_lightning.table.figures import left_out
 from fl_lightning.table.overlays import laid_over, spelled_out, whole_list
+from fl_lightning.table.quantity import decimals
 from fl_lightning.tune.space import Contender, Point, Search, grid_size
 from fl_lightning.tune.trials import Trial
 from fl_lightning.tune.written import (
@@ -157,7 +158,8 @@ class Record:
         if best is not None:
             self._write_overlay(contender, best, ended)
             said = "; ".join([said_of(best.point), *left_out(best.cells)])
-        return f"{ended} | {self.search.monitor.usual_scale * float(row.value):.2f} | {in_markdown(said)}"
+        value = self.search.monitor.usual_scale * float(row.value)
+        return f"{ended} | {value:{decimals(value)}} | {in_markdown(said)}"
 
     def _how_many(self, contender: Contender, rows: Sequence[Written]) -> str:
         """How many trials have ended; of how many, where the search was stopped."""

@@ -33,6 +33,11 @@ def test_means_and_both_spreads_by_hand():
     assert spread_out(Value()) == "…"
 
 
+def test_a_loss_far_below_one_is_printed_with_its_digits():
+    """Two decimals made 0.03 and 0.03 of losses a fifth apart."""
+    assert spread_out(Value(seeds={0: 0.0342, 1: 0.0286}, spreads=[0.00715])) == "0.0314 ± 0.0040 (0.0072)"
+
+
 def test_three_seeds_are_compared_in_pairs():
     noise = {0: 0.0, 1: 30.0, 2: -20.0, 3: 5.0}
     lower = Value(seeds={seed: 50 + off for seed, off in noise.items()})
