@@ -229,5 +229,5 @@ def classes_first(point: Point) -> list[tuple[str, Any]]:
 
 
 def said_of(point: Point) -> str:
-    """A point's settings by short names, as one reads them."""
-    return ", ".join(f"{short} {point[key]}" for key, short in short_keys(point).items())
+    """A point's settings by short names, as one reads them, in one line."""
+    return ", ".join(f"{short} {' '.join(str(point[key]).split())}" for key, short in short_keys(point).items())

@@ -344,6 +344,13 @@ def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path)
     assert row["choice"] == "optimizer.lr 0.1, server_optimizer.lr 1.0, mu 0.5"
 
 
+def test_a_value_of_several_lines_stands_in_one_row(search, tmp_path):
+    """Its row was two, which a later start of the search could not read."""
+    tuning = Tuning(search, tmp_path, 1, None, None)
+    tuning.record.write({"Method": [Trial(0, {"method.note": "two\nlines"}, state="failed")]})
+    assert len((tuning.folder / "trials.csv").read_text().splitlines()) == 2
+
+
 @pytest.fixture
 def chosen_before(search, tmp_path):
     """A search, and what an earlier one of its name has chosen."""
