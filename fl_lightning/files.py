@@ -331,16 +331,21 @@ def append_text(path: Path, text: str, sync: bool = True) -> None:
 def sync_file(path: Path) -> None:
     """Make what was written to a file survive a power cut."""
     with writing(path):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            _sync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync_at(path, os.O_RDWR)  # Windows syncs nothing that is open for reading alone
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
-    sync_file(folder)
+    """Make renames in `folder` survive a power cut, as far as it can be opened: Windows opens no folder."""
+    with writing(folder), suppress(PermissionError):
+        _sync_at(folder, os.O_RDONLY)
+
+
+def _sync_at(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync(descriptor: int) -> None:

@@ -130,6 +130,25 @@ def test_file_system_that_cannot_say_what_is_on_the_disk_is_written_to(tmp_path,
     assert (tmp_path / "text").read_text() == "ab"
 
 
+def test_system_that_opens_no_folders_and_syncs_only_what_is_written_to_is_written_on(tmp_path, monkeypatch):
+    """Windows: no run came as far as its first round."""
+    opened, synced, read_only = os.open, os.fsync, set()
+
+    def open_as_there(path, flags, *more, **options):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        descriptor = opened(path, flags, *more, **options)
+        (read_only.add if not flags & (os.O_WRONLY | os.O_RDWR) else read_only.discard)(descriptor)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_as_there)
+    monkeypatch.setattr(os, "fsync", lambda number: _refuse(errno.EBADF) if number in read_only else synced(number))
+    save_tensors(tmp_path / "state.pt", {"a": torch.ones(1)})
+    files.sync_folder(tmp_path)
+    files.sync_file(tmp_path / "state.pt")
+    assert load_tensors(tmp_path / "state.pt", "--resume")["a"].item() == 1
+
+
 def _refuse(number):
     raise OSError(number, os.strerror(number))
 
