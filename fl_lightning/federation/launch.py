@@ -39,7 +39,7 @@ from typing_extensions import override
 from fl_lightning.errors import GRACE, CommonError, ConfigError, line_of
 from fl_lightning.federation import transport
 from fl_lightning.federation.reach import INTERFACE, reachable
-from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code, pausing
+from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code, hand_on, pausing
 from fl_lightning.federation.team import Team, gpu_here, is_main, local_rank
 from fl_lightning.federation.tether import TetheredDDP
 from fl_lightning.federation.watch import LOST, give_up
@@ -286,7 +286,7 @@ class _Started:
         children = self.alive()
         if not children:
             raise StoppedAtOnce(number)
-        os.kill(children[0].pid or 0, signal.SIGINT)
+        hand_on(signal.SIGINT, children[:1])
 
     def end_at_once(self, number: int) -> None:
         """The answer to a second signal."""

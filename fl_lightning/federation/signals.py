@@ -37,6 +37,10 @@ class StoppedAtOnce(BaseException):
         self.number = number
 
 
+KILLED = 128 + 9
+"""The exit code of who was killed; not every system has the signal."""
+
+
 def exit_code(number: int) -> int:
     """The exit code of a run that a signal stopped: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP, 138 for USR1."""
     return 128 + number
@@ -129,6 +133,22 @@ def hear(numbers: Iterable[int] = HANDED_ON) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
+def hand_on(number: int, processes: Iterable[BaseProcess]) -> None:
+    """Give a signal to processes that were started here, and that the terminal's does not reach (`stand_apart`).
+
+    On Windows it reaches them, and what is given to them by anybody else ends them.
+    """
+    for process in processes if os.name == "posix" else ():
+        with suppress(ProcessLookupError):
+            os.kill(process.pid or 0, number)
+
+
+def stand_apart() -> None:
+    """Let the terminal's signals go to who started this process alone, who hands them on."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+
+
 @contextmanager
 def pausing(processes: Callable[[], Iterable[BaseProcess]]) -> Iterator[None]:
     """Let processes that the terminal does not reach pause at its Ctrl-Z, and go on, with this one.
@@ -137,17 +157,12 @@ def pausing(processes: Callable[[], Iterable[BaseProcess]]) -> Iterator[None]:
         processes: says which run.
     """
 
-    def tell(number: int) -> None:
-        for process in processes():
-            with suppress(ProcessLookupError):
-                os.kill(process.pid or 0, number)
-
     def pause(number: int, frame: FrameType | None) -> None:
-        tell(number)
+        hand_on(number, processes())
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)  # comes back once this process goes on
         signal.signal(number, pause)
-        tell(signal.SIGCONT)
+        hand_on(signal.SIGCONT, processes())
 
     in_main, known = threading.current_thread() is threading.main_thread(), hasattr(signal, "SIGTSTP")
     answers = in_main and known and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import parent_process
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -22,7 +23,7 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 )
 from typing_extensions import override
 
-from fl_lightning.federation.signals import exit_code, hear, held_back
+from fl_lightning.federation.signals import KILLED, hear, held_back, stand_apart
 
 PERIOD = 0.5  # seconds between two looks at the parent, where the system does not tell
 _PR_SET_PDEATHSIG = 1
@@ -91,7 +92,7 @@ def tether(starter: int) -> None:
     """
     global _tethered
     _tethered = True
-    os.setpgid(0, 0)  # the terminal's signals go to the starter alone, which hands the first one on
+    stand_apart()
     _answer_only()
     end_with(starter)
 
@@ -118,13 +119,19 @@ def end_with(starter: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    def look() -> None:
-        while os.getppid() == starter:
-            time.sleep(PERIOD)
-        os._exit(exit_code(signal.SIGKILL))
+    parent = parent_process()
 
-    if os.getppid() != starter:  # it was gone before
-        os._exit(exit_code(signal.SIGKILL))
+    def is_there() -> bool:
+        """On Windows a process has its parent's id for ever, and elsewhere those that are forked keep its pipe open."""
+        return os.getppid() == starter and (parent is None or parent.is_alive())
+
+    def look() -> None:
+        while is_there():
+            time.sleep(PERIOD)
+        os._exit(KILLED)
+
+    if not is_there():  # it was gone before
+        os._exit(KILLED)
     threading.Thread(target=look, daemon=True, name="parent").start()
 
 
@@ -143,7 +150,8 @@ def _answer_only() -> None:
     if hasattr(signal, "SIGTSTP"):
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     hear()
-    os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_hear_everybody)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_hear_everybody)
 
 
 def _hold_back() -> None:

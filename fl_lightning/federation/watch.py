@@ -21,6 +21,7 @@ from fl_lightning.terminal import say
 
 PERIOD = 1.0  # seconds between two looks
 _HAS_CLOCK = hasattr(time, "pthread_getcpuclockid")
+_END = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows, which lacks the first, any ends a process
 LOST = 70  # exit code by which a worker tells who started it that it has said why the run cannot go on
 
 
@@ -129,7 +130,7 @@ class Watch(threading.Thread):
             where = f" (process {pid} on {host})"
             if self._who[rank]["machine"] == this_machine():  # another one may have the same name
                 with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)  # it may be stopped, and deaf to anything milder
+                    os.kill(pid, _END)  # it may be stopped, and deaf to anything milder
         self._end(f"worker {rank} of {self.size}{where} gave no sign of life for {self.limit:.0f} s", lost=rank)
 
     def _end(self, what: str, lost: int | None = None) -> None:

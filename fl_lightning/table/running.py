@@ -18,7 +18,16 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from fl_lightning.federation.signals import HANDED_ON, StopSignals, exit_code, hear, held_back, pausing
+from fl_lightning.federation.signals import (
+    HANDED_ON,
+    StopSignals,
+    exit_code,
+    hand_on,
+    hear,
+    held_back,
+    pausing,
+    stand_apart,
+)
 from fl_lightning.files import WriteError, make_folder, remove_abandoned, separate, writing
 from fl_lightning.resuming import HELD, is_held
 from fl_lightning.table.cells import Cell
@@ -101,9 +110,7 @@ class Crew:
     def _ask(self, number: int) -> None:
         """Let every run save its present round and end; begin no other."""
         self.stopping = True
-        for job in self.running:
-            assert job.process is not None
-            job.process.terminate()
+        hand_on(signal.SIGTERM, self._at_work())
 
     def _at_work(self) -> list[BaseProcess]:
         return [job.process for job in self.running if job.process is not None]
@@ -223,7 +230,7 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
 
     end_with(starter)
     stand_alone()
-    os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the table, which hands it on
+    stand_apart()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

@@ -19,6 +19,7 @@ from fl_lightning.federation.signals import (
     StoppedAtOnce,
     StopSignals,
     exit_code,
+    hand_on,
     held_back,
     pausing,
     stop_at_once,
@@ -192,6 +193,23 @@ def test_process_ends_with_its_parent(monkeypatch, platform):
 
 def test_process_whose_parent_is_gone_already_does_not_begin():
     assert in_a_child(lambda: tether.end_with(os.getpid())) == 137
+
+
+def test_process_ends_with_a_parent_whose_number_it_has_for_ever(monkeypatch):
+    """As on Windows, where workers and a table's runs would have gone on alone."""
+    monkeypatch.setattr(tether, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(tether, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
+    assert in_a_child(lambda: tether.end_with(os.getppid())) == 137
+
+
+def test_workers_stand_alone_and_are_asked_by_the_terminal_where_there_are_no_groups_of_processes(monkeypatch):
+    """Windows: neither workers nor a table's runs could start, and what was to let them stop would have ended them."""
+    for there, name in ((os, "setpgid"), (os, "register_at_fork"), (signal, "SIGKILL"), (signal, "pthread_sigmask")):
+        monkeypatch.delattr(there, name)
+    monkeypatch.setattr(tether, "sys", SimpleNamespace(platform="win32"))
+    assert in_a_child(lambda: (tether.tether(os.getppid()), os._exit(5))) == 5
+    monkeypatch.setattr(signals, "os", SimpleNamespace(name="nt"))
+    hand_on(signal.SIGINT, [SimpleNamespace(pid=os.getpid())])
 
 
 def test_what_a_worker_forks_ends_by_a_signal():
