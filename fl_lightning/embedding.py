@@ -171,7 +171,7 @@ def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Pa
         x, y = loop.data.store.gather(some_of(data.test, labels, each))
         held, of = loop.data.store.gather(some_of(data.train, labels, MOST_SAMPLES))
         scores = model(held) if way is None else way.scores(Seen(held))
-        said = scores.softmax(1).double().cpu().numpy()
+        said = scores.softmax(1).cpu().double().numpy()
         if said.shape[1] == len(sums):
             np.add.at(sums, of.cpu().numpy(), said)
         z = model.embed(x).flatten(1).float().cpu().numpy()

@@ -99,7 +99,7 @@ class Look:
 
 def mark_of(tensor: Tensor) -> Hashable:
     """What tells a tensor's values from others: its shape, and what it and its squares add up to."""
-    values = tensor.detach().double()
+    values = tensor.detach().cpu().double()  # not every GPU has float64
     sums = values.sum().item(), values.square().sum().item()
     return tuple(tensor.shape), *(float(own).hex() for own in sums)  # as text NaN is itself
 

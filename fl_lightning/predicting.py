@@ -79,7 +79,7 @@ def probabilities(model: Classifier, x: Tensor, batch_size: int = 512) -> Tensor
         batch_size: samples at once.
     """
     with torch.no_grad():
-        parts = [model(model.normalise(part)).double().softmax(1) for part in x.split(batch_size)]
+        parts = [model(model.normalise(part)).cpu().double().softmax(1) for part in x.split(batch_size)]
     return torch.cat(parts) if parts else torch.zeros(0, model.num_classes, dtype=torch.float64)
 
 

@@ -91,7 +91,7 @@ class Coding:
         for entry in self.entries:
             value = message.weights[entry.name] if entry.kind == "weight" else message.artifacts[entry.name]
             parts += _parts(entry, value, reference.get(entry.name))
-        return torch.cat([part.to(parts[-1].device) for part in parts])
+        return torch.cat([part.to(parts[-1]) for part in parts])
 
     def decoded(self, vector: Tensor, reference: Mapping[str, Tensor], noise: Tensor) -> Message:
         """A message out of a vector; nothing but the vector and what is public goes into it.

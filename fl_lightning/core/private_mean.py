@@ -143,7 +143,7 @@ class PrivateMean(Door):
         self.released = vector
         self.open_round()
         device = next((tensor.device for tensor in reference.values()), vector.device)
-        message = coding.decoded(vector.to(device), reference, noise)
+        message = coding.decoded(vector.to(device, accumulation_dtype(device)), reference, noise)
         message.num_samples = max(1, int(expected + 0.5))
         return iter([(ANYONE, message)])
 

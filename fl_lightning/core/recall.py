@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.core.message import accumulation_dtype
 from fl_lightning.core.reads import flat
 
 _CLOSE, _COARSE = 1e-4, 3e-2
@@ -218,7 +219,8 @@ class _Column:
         """The largest difference in units of the largest value; half precision's is that of its roundings, too."""
         known = self.take(rows)
         scale = _COARSE / _CLOSE if known.dtype in (torch.float16, torch.bfloat16) else 1.0
-        known, value = known.double(), value.detach().double()
+        wide = accumulation_dtype(known.device)
+        known, value = known.to(wide), value.detach().to(wide)
         return (known - value).abs().max() / known.abs().max().clamp(min=1e-30) / scale
 
     def take(self, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from fl_lightning.core import engine
 from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
+from fl_lightning.core.message import accumulation_dtype
 from fl_lightning.core.meter import as_scalar
 from fl_lightning.core.rows import Alias, Layout, OneByOne, Unstackable
 from fl_lightning.core.stacked_layers import layers
@@ -385,7 +386,8 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if not one.is_floating_point():
         return torch.equal(one, other)
-    one, other = one.double(), other.double()
+    wide = accumulation_dtype(other.device)
+    one, other = one.to(wide), other.to(wide)
     if not torch.isfinite(other).all():
         return torch.equal(one.nan_to_num(), other.nan_to_num())
     return bool((one - other).norm() <= CLOSE * other.norm() + TINY * one.numel() ** 0.5)

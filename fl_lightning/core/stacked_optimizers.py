@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.adam import adam
 
+from fl_lightning.core.message import accumulation_dtype
 from fl_lightning.core.rows import Unstackable
 
 Stretch = tuple[int, int]
@@ -59,7 +60,7 @@ class StackedOptimizer:
         self.by_piece = kind is SGD and counts_there and not flat.is_cuda and flat.numel() >= _MANY
         """Whether gradients are taken as they come: a tape calls torch in no time, and to put many side by side takes a
         CPU as long as to step on them."""
-        self._steps = torch.zeros(len(flat), 1, dtype=torch.float64, device=flat.device)
+        self._steps = torch.zeros(len(flat), 1, dtype=accumulation_dtype(flat.device), device=flat.device)
         self._rate = math.nan
         self._less = torch.zeros((), dtype=flat.dtype, device=flat.device)  # -lr, there
         self._lr = self._less.clone()

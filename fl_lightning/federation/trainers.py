@@ -77,6 +77,8 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     here = strategy.root_device.type
     synced = bool(flags.get("sync_batchnorm")) and here == "cpu" and not isinstance(strategy, SingleDeviceStrategy)
     require(not synced, "trainer.sync_batchnorm", "needs GPUs: torch has it for no CPU; leave it out", True)
+    wide = here == "mps" and str(precision).startswith("64")
+    require(not wide, "trainer.precision", "Apple's GPUs have no float64; use 32-true, or the CPU", precision)
     strategy.precision_plugin = careful(strategy.precision_plugin, here)
     if isinstance(strategy, SingleDeviceStrategy):
         # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.

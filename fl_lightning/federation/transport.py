@@ -46,8 +46,8 @@ class Wire:
 
     @classmethod
     def device(cls, device: torch.device) -> torch.device:
-        """Where a message's buffer is on its way to or from `device`."""
-        return torch.device("cpu") if cls.by_cpu else device
+        """Where a message's buffer is on its way to or from `device`; gloo knows no Apple GPU."""
+        return device if device.type in dist.get_backend_config() and not cls.by_cpu else torch.device("cpu")
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def head_combination(h: Float[Tensor, "N C D"], variances: Float[Tensor, " N"]) 
     tensor([[0.6667, 0.3333],
             [0.3333, 0.6667]], dtype=torch.float64)
     """
-    flat, spread = h.double().flatten(1), variances.double().clamp(min=0).diag()
+    flat, spread = h.cpu().double().flatten(1), variances.cpu().double().clamp(min=0).diag()
     return torch.stack([least_on_simplex(spread + (own - flat) @ (own - flat).T) for own in flat])
 
 

@@ -3,9 +3,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fl_lightning.core.aggregation import KindRule, default_rule
+from fl_lightning.core.coding import Coding
 from fl_lightning.core.message import KINDS, ClassMeans, Message, Size, Structured, artifact
+from fl_lightning.core.recall import _Column
+from fl_lightning.core.stacked import same
+from fl_lightning.core.stacked_optimizers import StackedOptimizer
+from fl_lightning.federation import transport
 from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.methods.fedfed import KeptRows
 
@@ -224,3 +230,35 @@ def test_a_tensor_goes_into_a_buffer_and_zeros_where_there_is_none():
     assert not message.copy_to(buffer, "absent")
     assert buffer.tolist() == [0.0, 0.0]
     assert not message.copy_to(buffer, "other")
+
+
+@pytest.fixture
+def apples(monkeypatch):
+    """Tensors without memory that say that they are on an Apple GPU, where float64 is refused."""
+
+    def refuse(*_):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+
+    monkeypatch.setattr(torch.Tensor, "double", refuse)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield lambda *shape: torch.ones(*shape, device="mps")
+
+
+def test_nothing_is_float64_where_a_gpu_has_none(apples):
+    """Clients' networks that rest (FedRep's), stacked clients and private means ended a run on a Mac's GPU."""
+    values = apples(4, 3)
+    assert _Column(values, 8).distance(torch.arange(4), values).dtype == torch.float32
+    message = Message({"w": values})
+    assert Coding.of(message).encoded(message, {}).dtype == torch.float32
+    optimizer = torch.optim.Adam([torch.nn.Parameter(apples(3))])
+    stacked = StackedOptimizer(optimizer, 0, [], values)
+    assert {own.dtype for own in stacked.tensors()} == {torch.float32}
+    with pytest.raises(DataDependentOutputException):  # it comes as far as asking for the values
+        same(values, values)
+
+
+def test_messages_travel_by_the_cpu_where_no_backend_has_the_gpu(monkeypatch):
+    """`federation.workers` on a Mac's GPU: gloo knows CPUs and CUDA."""
+    monkeypatch.setattr(transport.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    ways = {kind: transport.Wire.device(torch.device(kind)).type for kind in ("cpu", "cuda", "mps")}
+    assert ways == {"cpu": "cpu", "cuda": "cuda", "mps": "cpu"}
