@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -45,7 +46,8 @@ def weiszfeld(squares: Tensor, smoothing: float, iterations: int) -> Tensor:
     """[n] what share each point has in the geometric median, by the smoothed Weiszfeld steps.
 
     Every step's point is Σ_i w_i x_i, so that distances between points are all that is needed:
-    ‖x_j − Σ_i w_i x_i‖² = Σ_i w_i D_ij − ½ Σ_ik w_i w_k D_ik.
+    ‖x_j − Σ_i w_i x_i‖² = Σ_i w_i D_ij − ½ Σ_ik w_i w_k D_ik. A difference that is below what rounding leaves of it
+    counts as 0: of a point 10^20 times as far away as the others it says nothing, and let it pull.
 
     Args:
         squares: [n, n] D, squared distances, float64.
@@ -58,9 +60,11 @@ def weiszfeld(squares: Tensor, smoothing: float, iterations: int) -> Tensor:
     [0.0, 1.0, 0.0]
     """
     shares = squares.new_full((len(squares),), 1 / len(squares))
+    rounding = len(squares) * torch.finfo(squares.dtype).eps
     for _ in range(iterations):
         to_all = squares @ shares
-        distances = (to_all - 0.5 * (shares @ to_all)).clamp(min=0).sqrt()
+        found = to_all - 0.5 * (shares @ to_all)
+        distances = torch.where(found > rounding * to_all, found, 0).sqrt()
         pulls = 1 / distances.clamp(min=smoothing)
         shares = pulls / pulls.sum()
     return shares

@@ -122,6 +122,14 @@ def test_geometric_median_matches_known_points():
     assert weight(GeometricMedian(iterations=300), *flat) == pytest.approx([0.0, 0.5], abs=1e-2)
 
 
+@pytest.mark.parametrize("place", [0, 4, 8])
+def test_one_client_however_far_away_does_not_pull_the_geometric_median(place):
+    """What rounding left of the others' distances gave it a share of 10^-18."""
+    rows = [[1.0]] * 10
+    rows.insert(place, [-1e30])
+    assert weight(GeometricMedian(), *rows) == pytest.approx([1.0])
+
+
 def test_geometric_median_is_a_point_of_no_force():
     """Where it is no client's own point, the unit vectors towards all clients add up to zero."""
     torch.manual_seed(0)
