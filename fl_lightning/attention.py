@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import importing, require
 from fl_lightning.models.split import SplitModel
 from fl_lightning.rebuilding import own_way, trained, with_models
 from fl_lightning.report.page.figure import Figure, Rows, Spec, tips
@@ -237,10 +237,8 @@ def gradcam(score: Score, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _captum() -> Any:
-    try:
+    with importing("captum", OPTION, "needs the package captum: pip install 'fl-lightning[report]'"):
         from captum.attr import LayerGradCam
-    except ImportError as error:
-        raise ConfigError(OPTION, "needs the package captum: pip install 'fl-lightning[report]'") from error
     return LayerGradCam
 
 

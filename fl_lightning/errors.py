@@ -140,6 +140,32 @@ def suggest(name: str, choices: Iterable[str], command: str = "") -> str:
     return f"{hint}(choose from {', '.join(listed)}, …; {len(choices)} in all{f': {command}' if command else ''})"
 
 
+@contextmanager
+def importing(package: str, key: str, absent: str, value: object = ...) -> Iterator[None]:
+    """Say in one line that a package of an extra's is not installed, or why one that is cannot be imported.
+
+    Args:
+        package: its name in an import.
+        key: the configuration key that needs it.
+        absent: what is said where it is not installed.
+        value: that key's value; leave it out where there is none.
+
+    Raises:
+        ConfigError: whatever is raised inside: what was built for another NumPy raises no `ImportError` alone.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package:
+            raise ConfigError(key, absent, value) from error
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        said = shortened(" ".join(str(first).split()) or type(first).__name__, 120)
+        rule = f"{package} is installed, but cannot be imported ({said}): versions that do not go together?"
+        raise ConfigError(key, rule, value) from error
+
+
 def is_near(name: str, other: str) -> bool:
     """Whether a name may be meant for another: one is a part of the other, they begin alike, or a third is mistyped."""
     alike = name[:1] == other[:1] and difflib.SequenceMatcher(None, name, other).ratio() >= 0.5

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_lightning.classifier import Classifier, classifier_of, rebuilt
 from fl_lightning.core.steps import HALF
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_atomically
 from fl_lightning.models.encoders import attention_step_by_step
@@ -155,10 +155,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
-    try:
+    with importing("onnx", "export", "ONNX needs the package onnx: pip install 'fl-lightning[export]'"):
         import onnx
-    except ImportError as error:
-        raise ConfigError("export", "ONNX needs the package onnx: pip install 'fl-lightning[export]'") from error
     file, first = io.BytesIO(), {0: "N"}
     names = {"input_names": ["x"], "output_names": ["scores"], "dynamic_axes": {"x": first, "scores": first}}
     with _jit_is_scripting(), attention_step_by_step(), _quietly():

@@ -82,7 +82,7 @@ def export(argv: Sequence[str]) -> int:
     from fl_lightning.exporting import export_model
 
     difference = export_model(folder, path, client, Trust(tuple(options.trust)))
-    checked = "not run: onnxruntime is not installed" if difference is None else f"scores differ by {difference:.1e}"
+    checked = "not run: onnxruntime cannot be imported" if difference is None else f"scores differ by {difference:.1e}"
     print(f"written to {path} ({path.stat().st_size / 2**10:.0f} KiB; {checked})")
     return 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.configuration import Config, read_config
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import importing, require
 from fl_lightning.report.columns import is_share
 from fl_lightning.report.record import LOGGED, Row, read_logged, read_metrics, read_rows
 from fl_lightning.report.recorded_run import has_ended, read_run
@@ -208,11 +208,9 @@ class Run:
 
 
 def _frame(rows: Sequence[Row], who: str) -> pd.DataFrame:
-    try:
+    absent = "needs pandas: pip install 'fl-lightning[pandas]'; run.rounds are the same numbers without it"
+    with importing("pandas", who, absent):
         import pandas as pd
-    except ImportError as error:
-        rule = "needs pandas: pip install 'fl-lightning[pandas]'; run.rounds are the same numbers without it"
-        raise ConfigError(who, rule) from error
     frame = pd.DataFrame(rows)
     empty = [name for name in frame.columns if frame[name].isna().all()]
     return frame.astype(dict.fromkeys(empty, float))

@@ -19,7 +19,7 @@ from typing_extensions import override
 from fl_lightning.core.descent import Descent
 from fl_lightning.core.devices import Part
 from fl_lightning.core.step import Step
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import importing, require
 from fl_lightning.models.own_training import trained_by
 
 if TYPE_CHECKING:
@@ -230,8 +230,5 @@ def opacus() -> _Opacus:
     Raises:
         ConfigError: if it is not installed.
     """
-    try:
+    with importing("opacus", KEY, "DP-SGD is Opacus', which is not installed: pip install 'fl-lightning[privacy]'"):
         return _Opacus()
-    except ImportError as error:
-        rule = "DP-SGD is Opacus', which is not installed: pip install 'fl-lightning[privacy]'"
-        raise ConfigError(KEY, rule) from error

@@ -18,7 +18,7 @@ from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pictures import as_bytes
 from fl_lightning.data.text import as_text
 from fl_lightning.data.tokens import Words
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.files import expanded
 
 
@@ -305,10 +305,8 @@ class HuggingFace(Dataset):
     def _parts(self) -> list[Any]:
         if self._loaded is not None:
             return self._loaded
-        try:
+        with importing("datasets", KEY, "HuggingFace needs the package `datasets`: pip install datasets"):
             import datasets
-        except ImportError as error:
-            raise ConfigError(KEY, "HuggingFace needs the package `datasets`: pip install datasets") from error
         try:
             local = expanded(self.path).is_dir()
             found = datasets.load_from_disk(self.path) if local else datasets.load_dataset(self.path, self.name)

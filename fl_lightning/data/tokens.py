@@ -17,7 +17,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import lines_in, read_columns, text_of
 from fl_lightning.data.normalising import arrays_of, as_groups, as_labels, is_missing
 from fl_lightning.data.text import PAD, UNKNOWN, as_text, tokenise
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.files import expanded
 
 
@@ -148,11 +148,9 @@ class TextFile(Dataset):
     def _tokens(self, texts: Sequence[str], num_train: int) -> tuple[Tensor, int]:
         if self.tokenizer == "words":
             return self._words.tokens(texts, num_train), self.vocabulary
-        try:
+        absent = "a tokenizer's file needs the package `tokenizers`: pip install tokenizers"
+        with importing("tokenizers", f"{KEY}.tokenizer", absent, self.tokenizer):
             from tokenizers import Tokenizer
-        except ImportError as error:
-            rule = "a tokenizer's file needs the package `tokenizers`: pip install tokenizers"
-            raise ConfigError(f"{KEY}.tokenizer", rule, self.tokenizer) from error
         path = expanded(self.tokenizer)
         require(path.is_file(), f"{KEY}.tokenizer", "must be words, or a tokenizer.json", self.tokenizer)
         try:

@@ -7,7 +7,7 @@ import warnings
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import importing
 
 Accountant = Literal["rdp", "prv"]
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512, 1024)
@@ -97,12 +97,9 @@ def _moments(noise_multiplier: float, sampling_rate: float, orders: tuple[float,
 
 
 def _opacus() -> tuple[Any, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from opacus import accountants
-            from opacus.accountants.analysis import rdp
-    except ImportError as error:
-        rule = "privacy is accounted for by Opacus, which is not installed: pip install 'fl-lightning[privacy]'"
-        raise ConfigError("federation.wire", rule) from error
+    absent = "privacy is accounted for by Opacus, which is not installed: pip install 'fl-lightning[privacy]'"
+    with importing("opacus", "federation.wire", absent), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from opacus import accountants
+        from opacus.accountants.analysis import rdp
     return accountants, rdp

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.models import weights as stored
 from fl_lightning.models.checks import require_choice, require_image, require_size
 from fl_lightning.models.split import SplitModel
@@ -87,10 +87,8 @@ def _from_torchvision(name: str, num_classes: int, channels: int, published: str
 
 
 def _from_timm(name: str, num_classes: int, channels: int, published: str | None) -> nn.Module:
-    try:
+    with importing("timm", "model.library", "timm is not installed: pip install 'fl-lightning[timm]'"):
         import timm
-    except ImportError as error:
-        raise ConfigError("model.library", "timm is not installed: pip install 'fl-lightning[timm]'") from error
     _require_known(name.split(".")[0], timm.list_models())  # a name of a hub's would fetch a configuration, too
     tagged = name if published in (None, "DEFAULT") else f"{name}.{published}"
     known = published is None or any(f"{one}.".startswith(f"{tagged}.") for one in timm.list_pretrained())

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.files import write_text
 from fl_lightning.terminal import say
 
@@ -127,12 +127,9 @@ def workspace(project: str, entity: str) -> Any:
     Raises:
         ConfigError: if the package is not installed.
     """
-    try:
+    absent = "needs the package wandb-workspaces: pip install 'fl-lightning[dashboard]'"
+    with importing("wandb_workspaces", "dashboard", absent):
         import wandb_workspaces.workspaces as ws
-    except ImportError as error:
-        raise ConfigError(
-            "dashboard", "needs the package wandb-workspaces: pip install 'fl-lightning[dashboard]'"
-        ) from error
     sections = [
         ws.Section(name=section.name, panels=[_panel(panel) for panel in section.panels], is_open=True)
         for section in SECTIONS

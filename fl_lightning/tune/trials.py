@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.files import make_folder, separate, writing
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.running import Crew
@@ -103,10 +103,8 @@ class Optuna(Sampler):
     """
 
     def __init__(self, search: Search, contender: Contender, folder: Path, runs: Sequence[str] = ()) -> None:
-        try:
+        with importing("optuna", "search", "optuna needs the package: pip install optuna", "optuna"):
             import optuna
-        except ImportError as error:
-            raise ConfigError("search", "optuna needs the package: pip install optuna", "optuna") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
         self._trials, self._asked, self._seed = search.trials, 0, search.seeds[0]

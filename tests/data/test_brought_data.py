@@ -4,6 +4,7 @@ import csv
 import json
 import pickle
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -1282,3 +1283,21 @@ def test_a_name_with_an_underscore_is_no_number():
     assert as_groups(np.array(["1_2", "12.0"] * 10), "Set").names == ("12.0", "1_2")
     versions = [f"{number}.{number}_0" for number in range(30)]
     assert as_labels(np.array(versions), "Set")[1] == tuple(sorted(versions))
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("raise ModuleNotFoundError(name='datasets')", r"HuggingFace needs the package `datasets`: pip install"),
+        ("import missing_pack", r"datasets is installed, but .* \(No module named 'missing_pack'\)"),
+        ("raise ImportError('No C') from ImportError('NumPy 1.26 is too old')", r".* \(NumPy 1.26 is too old\): "),
+        ("raise ValueError('numpy.dtype size changed')", r"datasets is installed, but .* \(numpy.dtype size changed\)"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_not_called_missing(tmp_path, monkeypatch, written, told):
+    """Packages that were built for another NumPy are there, and installing them again brings nothing."""
+    (tmp_path / "datasets.py").write_text(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    with pytest.raises(ConfigError, match=rf"^data\.dataset: {told}"):
+        HuggingFace(str(tmp_path), input="text").arrays()

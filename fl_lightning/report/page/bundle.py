@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, importing
 from fl_lightning.files import default_cache_dir, write_atomically, write_text
 from fl_lightning.report.colours import DASHES, SHAPES
 from fl_lightning.report.page.figure import (
@@ -42,10 +42,9 @@ def renderer() -> Any:
     Raises:
         ConfigError: if it is not installed.
     """
-    try:
+    absent = "needs the package vl-convert-python: pip install 'fl-lightning[report]'"
+    with importing("vl_convert", KEY, absent):
         import vl_convert
-    except ImportError as error:
-        raise ConfigError(KEY, "needs the package vl-convert-python: pip install 'fl-lightning[report]'") from error
     return vl_convert
 
 
