@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -194,7 +195,9 @@ class Optuna(Sampler):
         from fl_lightning.seeding import derive_seed  # it imports torch, which `tune --help` does without
 
         seed = derive_seed(self._seed, "search", self._asked) % 2**32
-        self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        with warnings.catch_warnings():  # Optuna 4 says of `constant_liar` that it is experimental
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         trial = self._study.ask(self._space)
         return self._point(trial.params), trial
 
