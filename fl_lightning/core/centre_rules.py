@@ -14,6 +14,8 @@ from fl_lightning.core.coordinate_rules import median
 from fl_lightning.core.vectors import WEIGHTS, Vectors
 from fl_lightning.errors import require
 
+_SETTLED = 1e-9  # of itself a share may move: of a client that is far enough away the least one pulls
+
 
 class GeometricMedian(Aggregator):
     """RFA: the point whose distances to all clients add up to the least, by Weiszfeld's steps, smoothed.
@@ -22,7 +24,8 @@ class GeometricMedian(Aggregator):
 
     Args:
         smoothing: ν, > 0, the distance below which all count alike.
-        iterations: steps, >= 1; a client 10^6 times as far away as the others takes about ten to be passed over.
+        iterations: steps at most, >= 1; they end where no client's share moves by 10^-9 of itself any more. The more
+            hostile clients there are, the more steps it takes until they are passed over.
 
     Reference: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE Transactions on Signal
     Processing 70, 2022, algorithm 2.
@@ -30,7 +33,7 @@ class GeometricMedian(Aggregator):
 
     paper = "Pillutla et al., IEEE TSP 2022"
 
-    def __init__(self, smoothing: float = 1e-6, iterations: int = 32) -> None:
+    def __init__(self, smoothing: float = 1e-6, iterations: int = 1000) -> None:
         super().__init__()
         require(0 < smoothing < float("inf"), f"{KEY}.smoothing", "must be > 0 and finite", smoothing)
         require(iterations >= 1, f"{KEY}.iterations", "must be >= 1", iterations)
@@ -52,7 +55,7 @@ def weiszfeld(squares: Tensor, smoothing: float, iterations: int) -> Tensor:
     Args:
         squares: [n, n] D, squared distances, float64.
         smoothing: ν.
-        iterations: steps.
+        iterations: steps at most.
 
     >>> import torch
     >>> line = torch.tensor([[0.0, 1.0, 100.0], [1.0, 0.0, 81.0], [100.0, 81.0, 0.0]])
@@ -66,7 +69,9 @@ def weiszfeld(squares: Tensor, smoothing: float, iterations: int) -> Tensor:
         found = to_all - 0.5 * (shares @ to_all)
         distances = torch.where(found > rounding * to_all, found, 0).sqrt()
         pulls = 1 / distances.clamp(min=smoothing)
-        shares = pulls / pulls.sum()
+        before, shares = shares, pulls / pulls.sum()
+        if ((shares - before).abs() <= _SETTLED * shares).all():
+            break
     return shares
 
 

@@ -130,6 +130,13 @@ def test_one_client_however_far_away_does_not_pull_the_geometric_median(place):
     assert weight(GeometricMedian(), *rows) == pytest.approx([1.0])
 
 
+def test_geometric_median_passes_over_many_who_are_far_away():
+    """After 32 steps 16 of 40 clients still pulled it a million times as far as the others lie apart."""
+    rows = torch.randn(24, 20, generator=torch.Generator().manual_seed(0)).tolist()
+    found = torch.tensor(weight(GeometricMedian(), *rows, *[[1e12] * 20] * 16))
+    assert (found - torch.tensor(rows).mean(0)).norm() < 20**0.5
+
+
 def test_geometric_median_is_a_point_of_no_force():
     """Where it is no client's own point, the unit vectors towards all clients add up to zero."""
     torch.manual_seed(0)
