@@ -42,35 +42,38 @@ class GeometricMedian(Aggregator):
 
     @override
     def combine(self, vectors: Vectors) -> Tensor:
-        return vectors.weighted(weiszfeld(vectors.squared_distances(), self.smoothing, self.iterations))
+        return vectors.weighted(weiszfeld(vectors.products(vectors.each(median)), self.smoothing, self.iterations))
 
 
-def weiszfeld(squares: Tensor, smoothing: float, iterations: int) -> Tensor:
+def weiszfeld(products: Tensor, smoothing: float, iterations: int) -> Tensor:
     """[n] what share each point has in the geometric median, by the smoothed Weiszfeld steps.
 
-    Every step's point is Σ_i w_i x_i, so that distances between points are all that is needed:
-    ‖x_j − Σ_i w_i x_i‖² = Σ_i w_i D_ij − ½ Σ_ik w_i w_k D_ik. A difference that is below what rounding leaves of it
-    counts as 0: of a point 10^20 times as far away as the others it says nothing, and let it pull.
+    Every step's point is z = Σ_i w_i x_i, so that products are all that is needed:
+    ‖x_j − z‖² = G_jj − 2 Σ_i w_i G_ij + Σ_ik w_i w_k G_ik. A difference that is below what rounding leaves of it counts
+    as 0.
 
     Args:
-        squares: [n, n] D, squared distances, float64.
+        products: [n, n] G, (x_i − c)ᵀ(x_j − c), float64, of a c that no few points can move far: around another one
+            rounding would hide how far apart the others are, once one is 10^10 times as far away.
         smoothing: ν.
         iterations: steps at most.
 
     >>> import torch
-    >>> line = torch.tensor([[0.0, 1.0, 100.0], [1.0, 0.0, 81.0], [100.0, 81.0, 0.0]])
-    >>> weiszfeld(line, 1e-6, 100).round().tolist()
+    >>> line = torch.tensor([0.0, 1.0, 10.0]) - 1
+    >>> weiszfeld(line.outer(line), 1e-6, 100).round().tolist()
     [0.0, 1.0, 0.0]
     """
-    shares = squares.new_full((len(squares),), 1 / len(squares))
-    rounding = len(squares) * torch.finfo(squares.dtype).eps
+    lengths = products.diagonal()
+    shares = products.new_full((len(products),), 1 / len(products))
+    rounding = len(products) * torch.finfo(products.dtype).eps
     for _ in range(iterations):
-        to_all = squares @ shares
-        found = to_all - 0.5 * (shares @ to_all)
-        distances = torch.where(found > rounding * to_all, found, 0).sqrt()
+        to_all = products @ shares
+        whole = lengths + shares @ to_all
+        found = whole - 2 * to_all
+        distances = torch.where(found <= rounding * whole, 0, found).sqrt()  # NaN stays: nothing else would tell of it
         pulls = 1 / distances.clamp(min=smoothing)
         before, shares = shares, pulls / pulls.sum()
-        if ((shares - before).abs() <= _SETTLED * shares).all():
+        if not ((shares - before).abs() > _SETTLED * shares).any():
             break
     return shares
 

@@ -65,6 +65,19 @@ class Vectors:
                 squares[i] += (block - own).square().sum(1).cpu().double()
         return squares
 
+    def products(self, centre: Tensor) -> Tensor:
+        """[k, k] (x_i − centre)ᵀ(x_j − centre), float64 on the CPU.
+
+        Args:
+            centre: [P].
+        """
+        found = torch.zeros(len(self.points), len(self.points), dtype=torch.float64)
+        for part, block in self.blocks():
+            moved = block - centre[part].to(block)
+            for i, own in enumerate(moved):
+                found[i] += (moved * own).sum(1).cpu().double()
+        return found
+
 
 Combine = Callable[[Vectors], Tensor]
 """Vectors -> [P] what becomes of them."""

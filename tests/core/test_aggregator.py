@@ -15,7 +15,7 @@ from fl_lightning.core.coordinate_rules import CoordinateMedian, TrimmedMean
 from fl_lightning.core.message import ClassMeans, Message, Structured, artifact
 from fl_lightning.core.selection_rules import Bulyan, Krum
 from fl_lightning.core.server import Server
-from fl_lightning.core.vectors import Unsuited, squared_distances
+from fl_lightning.core.vectors import WEIGHTS, Unsuited, Vectors, squared_distances
 from fl_lightning.errors import ConfigError
 
 RULES = {
@@ -135,6 +135,20 @@ def test_geometric_median_passes_over_many_who_are_far_away():
     rows = torch.randn(24, 20, generator=torch.Generator().manual_seed(0)).tolist()
     found = torch.tensor(weight(GeometricMedian(), *rows, *[[1e12] * 20] * 16))
     assert (found - torch.tensor(rows).mean(0)).norm() < 20**0.5
+
+
+@pytest.mark.parametrize("far", [1e12, 1e20, 1e30, 1e37])
+@pytest.mark.parametrize("other", [1e2, 1e4, 1e8])
+def test_a_client_far_away_hides_no_other_from_the_geometric_median(far, other):
+    """Rounding of the first one's distances let the second count as one of those in the middle: 10^7 of 1."""
+    rows = [[0.9], [0.95], [1.0], [1.0], [1.05], [1.1]]
+    assert weight(GeometricMedian(), *rows, [far], [other]) == pytest.approx([1.0], abs=0.11)
+
+
+def test_what_is_no_number_shows_in_the_geometric_median():
+    """Squares of 1e200 are infinite: it counted as one of those in the middle, as far as anybody could see."""
+    rows = torch.tensor([[1.0], [1.1], [0.9], [1e200]], dtype=torch.float64)
+    assert GeometricMedian().combine(Vectors(WEIGHTS, rows)).isnan().all()
 
 
 def test_geometric_median_is_a_point_of_no_force():
