@@ -38,6 +38,12 @@ def test_a_loss_far_below_one_is_printed_with_its_digits():
     assert spread_out(Value(seeds={0: 0.0342, 1: 0.0286}, spreads=[0.00715])) == "0.0314 ± 0.0040 (0.0072)"
 
 
+def test_what_rounding_leaves_of_nothing_is_printed_as_nothing():
+    """The spread of clients that all score 0.1, in percent: 0.00000000000000139."""
+    assert spread_out(Value(seeds={0: 100 * float(np.std([0.1] * 3))})) == "0.00"
+    assert spread_out(Value(seeds={0: 0.99999})) == "1.00"
+
+
 def test_three_seeds_are_compared_in_pairs():
     noise = {0: 0.0, 1: 30.0, 2: -20.0, 3: 5.0}
     lower = Value(seeds={seed: 50 + off for seed, off in noise.items()})
