@@ -119,10 +119,10 @@ def end_with(starter: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    parent = parent_process()
+    parent = parent_process() if sys.platform == "win32" else None
 
     def is_there() -> bool:
-        """On Windows a process has its parent's id for ever, and elsewhere those that are forked keep its pipe open."""
+        """On Windows a process has its parent's id for ever; elsewhere Python asks a pipe, which others may close."""
         return os.getppid() == starter and (parent is None or parent.is_alive())
 
     def look() -> None:

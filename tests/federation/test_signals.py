@@ -202,6 +202,12 @@ def test_process_ends_with_a_parent_whose_number_it_has_for_ever(monkeypatch):
     assert in_a_child(lambda: tether.end_with(os.getppid())) == 137
 
 
+def test_process_lives_whatever_becomes_of_the_pipe_by_which_python_knows_its_parent(monkeypatch):
+    """Where standard streams were closed it had their number: a table's runs ended as they opened their log."""
+    monkeypatch.setattr(tether, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
+    assert in_a_child(lambda: (tether.end_with(os.getppid()), os._exit(5))) == 5
+
+
 def test_workers_stand_alone_and_are_asked_by_the_terminal_where_there_are_no_groups_of_processes(monkeypatch):
     """Windows: neither workers nor a table's runs could start, and what was to let them stop would have ended them."""
     for there, name in ((os, "setpgid"), (os, "register_at_fork"), (signal, "SIGKILL"), (signal, "pthread_sigmask")):
