@@ -8,10 +8,12 @@ when it is replayed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,12 +22,13 @@ from torch.optim import Optimizer
 
 from fl_lightning.core import recording
 from fl_lightning.core.held import Held, held
+from fl_lightning.core.message import accumulation_dtype
 from fl_lightning.core.reads import Unrecordable
 from fl_lightning.core.recording import Recording
 from fl_lightning.core.rows import Drawing, Layout, Rows, reason_of
 from fl_lightning.core.stacked import CLOSE, Common, Mixed, Outcome, same
 from fl_lightning.core.stacked_optimizers import StackedOptimizer
-from fl_lightning.seeding import set_stream_states, stream_states
+from fl_lightning.seeding import drawn_from_torch, set_stream_states, stream_states
 
 WARM = 2
 """Steps of a kind that run as they are, before one is recorded: what they meet first is new to a GPU."""
@@ -33,6 +36,9 @@ MOST_FITS, MOST_TOLD = 16, 8
 """Kinds of fits, and of what steps of one size are told, that are recorded; where there are more, nothing stays so."""
 MOST_SIZES = {"cpu": 64, "cuda": 8}
 """Sizes of steps in a phase that are recorded, on a GPU each in memory of its own; what comes later runs as it is."""
+ROUNDED, NOISE, MOST_ODD = 2, 4, 3
+"""Steps from beginnings that are rounded otherwise, of which a replay may come out so many times as far off; and how
+many steps running it may come out farther off before it counts as wrong."""
 
 Parts = dict[str, list[tuple[StackedOptimizer, list[list[int]]]]]
 """A phase's optimizers, by part, with the places of their parameters."""
@@ -159,7 +165,9 @@ class _Recorded:
         outcome: of the step; what is in it moves at every replay.
         losses: [losses, n] the same losses as one tensor; None where they are of several types.
         number: of the fit in which it was recorded.
-        due: the fit in which it is to be compared with the step as it is: the next one, then after twice as many.
+        due: the fit in which it is to be compared with the step as it is: at once, in the next one, then after twice as
+            many.
+        odd: the last comparisons in which it came to others; another step follows each.
     """
 
     recording: Recording
@@ -169,6 +177,7 @@ class _Recorded:
     losses: Tensor | None
     number: int
     due: int
+    odd: int = 0
 
     def replay(self, given: Given) -> Outcome:
         """Do the step on another mini-batch."""
@@ -272,7 +281,7 @@ class PhaseGraphs:
             return None
         finally:
             asked, common.asked = common.asked, None
-        return _Recorded(own, given, asked, *made[-1], self.fit.number, self.fit.number + 1)
+        return _Recorded(own, given, asked, *made[-1], self.fit.number, self.fit.number)
 
     def _moving(self) -> list[Tensor]:
         """Whatever a step may change."""
@@ -283,20 +292,36 @@ class PhaseGraphs:
     def _checked(self, found: _Recorded, work: Work, given: Given) -> Outcome:
         """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
         moving = self._moving()
-        before, streams = [tensor.clone() for tensor in moving], stream_states()
-        with torch.enable_grad():
-            outcome = work(*given)
-        expected = [tensor.clone() for tensor in moving]
-        torch._foreach_copy_(moving, before)
-        set_stream_states(streams)
-        again = found.replay(given)
-        found.due = 2 * self.fit.number - found.number + 1
-        losses = [again.logged[name] for name in outcome.logged]
-        if all(map(_moves_as, moving, expected, before)) and all(map(same, losses, outcome.logged.values())):
-            return again
-        torch._foreach_copy_(moving, expected)
-        self.fit.all.stop("replayed, a step gives other values than as it is")
-        return outcome
+        device = self.fit.rows.layout.device
+        start, streams = [tensor.clone() for tensor in moving], stream_states(device)
+
+        def come(step: Callable[[], Outcome], start: list[Tensor] = start) -> tuple[Outcome, list[Tensor]]:
+            torch._foreach_copy_(moving, start)
+            set_stream_states(streams, device)
+            with torch.enable_grad():
+                outcome = step()
+            names = sorted(outcome.logged)
+            return outcome, [tensor.clone() for tensor in (*moving, *(outcome.logged[name] for name in names))]
+
+        as_it_is = partial(work, *given)
+        again, there = come(partial(found.replay, given))
+        outcome, expected = come(as_it_is)
+        if not drawn_from_torch(streams, stream_states(device)):  # the fit is refused for that, by its own name
+            return outcome
+        begun = [*start, *(None for _ in outcome.logged)]
+        odd = [not _moves_as(*own) for own in zip(there, expected, begun, strict=True)]
+        if any(odd):  # maybe by rounding, of which Adam makes whole steps where gradients are nearly 0
+            others = zip(*(come(as_it_is, _rounded(start, number))[1] for number in range(ROUNDED)), strict=True)
+            odd = [not _is_rounding(*own) for own in compress(zip(there, expected, others, strict=True), odd)]
+        if any(odd):  # maybe by a unit that rounding turns off: what is wrong is so in the steps that follow, too
+            torch._foreach_copy_(moving, expected[: len(moving)])
+            found.odd += 1
+            if found.odd == MOST_ODD:
+                self.fit.all.stop("replayed, a step gives other values than as it is")
+            return outcome
+        torch._foreach_copy_(moving, there[: len(moving)])
+        found.odd, found.due = 0, 2 * self.fit.number - found.number + 1
+        return again
 
 
 def _takes_apart(error: BaseException | None) -> bool:
@@ -304,13 +329,36 @@ def _takes_apart(error: BaseException | None) -> bool:
     return isinstance(error, Mixed) or (isinstance(error, Exception) and reason_of(error) == str(Drawing()))
 
 
-def _moves_as(one: Tensor, other: Tensor, before: Tensor) -> bool:
+def _moves_as(one: Tensor, other: Tensor, before: Tensor | None) -> bool:
     """Whether two steps from one place come to the same: by their ways, which are short beside where they lead."""
+    if before is None or not other.is_floating_point():
+        return same(one, other)
+    way = _length(other - before)
+    if not math.isfinite(way):
+        return same(one, other)
+    rounding = 8 * torch.finfo(other.dtype).eps * _length(before)
+    return _length(one - other) <= CLOSE * way + rounding
+
+
+def _rounded(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+    """The same numbers, rounded otherwise: each a few of its last place away, as sums in another order are."""
+
+    def moved(own: Tensor) -> Tensor:
+        if not own.is_floating_point():
+            return own
+        places = torch.randint(-8, 9, own.shape, generator=streams, device=own.device)
+        return own * (1 + places * torch.finfo(own.dtype).eps)
+
+    streams = torch.Generator(tensors[0].device).manual_seed(number)
+    return list(map(moved, tensors))
+
+
+def _is_rounding(one: Tensor, other: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether a step comes to another place, but no farther off than from a beginning that is rounded otherwise."""
     if not other.is_floating_point():
-        return same(one, other)
-    length = partial(torch.linalg.vector_norm, dtype=torch.float64)
-    way = length(other - before)
-    if not torch.isfinite(way):
-        return same(one, other)
-    rounding = 8 * torch.finfo(other.dtype).eps * length(before)
-    return bool(length(one - other) <= CLOSE * way + rounding)
+        return False
+    return _length(one - other) <= NOISE * max(_length(own - other) for own in others) < math.inf
+
+
+def _length(of: Tensor) -> float:
+    return float(torch.linalg.vector_norm(of, dtype=accumulation_dtype(of.device)))

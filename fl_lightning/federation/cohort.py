@@ -135,6 +135,8 @@ class Cohort:
         """Participants who cannot be fitted together after all: each begins once more, right before its fit."""
         jobs = {visit.job.client: visit.job for visit in visits}
         yield from self._one_by_one(jobs, jobs.__getitem__, ward)
+        for lanes in self.lanes.values():
+            lanes.forget()
 
     def _together(
         self, group: Sequence[int], job: Callable[[int], Job], ward: Ward, stack: Stack, ahead: deque[list[Visit]]
@@ -156,6 +158,8 @@ class Cohort:
         begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
         error = self._fit(stack)
         if error is not None:
+            yield from chain.from_iterable(ahead)  # first: a fit by itself may write into what they hold
+            ahead.clear()
             yield from self._again(begun, ward)
             if isinstance(error, Upset) and not ward.knows(visit.job.client for visit in begun):
                 self._stop(stack, error)  # nobody's alone
@@ -244,8 +248,7 @@ class Cohort:
 
     def _stop(self, stack: Stack, error: Unstackable) -> None:
         """From now on fit no clients together, for what has come out in a fit."""
-        alone = isinstance(error, OneByOne) or (isinstance(error, Drawing) and stack.draws)
-        self._give_up(stack, str(error), alone or error.__cause__ is not None)
+        self._give_up(stack, str(error), isinstance(error, (Drawing, OneByOne)) or error.__cause__ is not None)
 
     def _give_up(self, stack: Stack, reason: str, alone: bool) -> None:
         """From now on fit no clients together: but record each one's steps, if that goes alone."""

@@ -56,7 +56,7 @@ class Lanes:
         self.stacks.append(stack)
         stack.open(count)
         if not stack.goes_ahead:  # those before have sent, and need nothing of what they had
-            self._contents = Contents()
+            self.forget()
         self._several = count > 1 or stack.goes_ahead
         return stack
 
@@ -66,6 +66,10 @@ class Lanes:
             return ""
         before, self._contents = self._contents, stack.attributes.contents()
         return overwritten(before, self._contents)
+
+    def forget(self) -> None:
+        """Nobody waits who holds what the module does: others were fitted in it since."""
+        self._contents = Contents()
 
     def _has_more(self) -> bool:
         """Whether one more is worth its memory: what was recorded worked, and there is room for all of it again."""

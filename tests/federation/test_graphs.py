@@ -470,6 +470,52 @@ def test_a_recording_is_checked_by_where_its_steps_lead(both, mlp, tapes):
     assert loop.cohort.unrecorded == ["replayed, a step gives other values than as it is"]
 
 
+@pytest.fixture
+def disturbed(monkeypatch):
+    """Lets the first so many replays begin where weights are another number's multiple."""
+    replay = stacked_graphs._Recorded.replay
+
+    def disturb(flats, times, factor):
+        def elsewhere(self, given):
+            if next(left, None) is not None:
+                for flat in flats():
+                    flat.mul_(factor)
+            return replay(self, given)
+
+        left = iter(range(times))
+        monkeypatch.setattr(stacked_graphs._Recorded, "replay", elsewhere)
+
+    check, fits = stacked_graphs.PhaseGraphs._checked, []
+    monkeypatch.setattr(
+        stacked_graphs.PhaseGraphs, "_checked", lambda own, *a: (fits.append(own.fit), check(own, *a))[1]
+    )
+    return partial(disturb, lambda: fits[-1].rows.flats)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_what_is_odd_once_or_twice_is_left_out_and_wrong_the_third_time(times, both, disturbed, mlp, tapes):
+    disturbed(times, 1.5)
+    loop = both(lambda: FedAvg(mlp()))
+    assert loop.cohort.unrecorded == ["replayed, a step gives other values than as it is"] * (times == 3)
+    assert bool(tapes[0].replays > 3) is (times < 3)
+
+
+class Chaotic(FedAvg):
+    """How far its steps go hangs on the last digits."""
+
+    def local_step(self, step):
+        out = step.forward()
+        task = self.terms.cross_entropy.name
+        step.descend({task: step.values(out)[task] * (2 + (1e17 * out.z.detach().sum()).sin())})
+
+
+def test_a_replay_may_be_as_far_off_as_rounding_takes_a_step(run_federation, disturbed, mlp, tapes):
+    disturbed(1000, 1 + 1e-15)
+    options = {"cohort": 1, "graph": "auto", "optimizer": sgd_at(0.1), "trainer": {"precision": "64-true"}}
+    assert run_federation(lambda: Chaotic(mlp()), 3, **options).cohort.unrecorded == []
+    assert tapes[0].replays > 3
+
+
 def test_a_recording_that_becomes_wrong_late_is_found(run_federation, mlp, tapes, make_data):
     class Late(Hides):
         def on_fit_start(self):

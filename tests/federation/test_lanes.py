@@ -81,6 +81,14 @@ def test_clients_side_by_side_are_the_same(
     assert alone.diary.rows[-1]["loss"] == pytest.approx(beside.diary.rows[-1]["loss"], rel=1e-4)
 
 
+def test_clients_that_cannot_be_stacked_go_side_by_side_then(run_federation, assert_near, make_data, mlp, streams):
+    data = {"data": make_data(SEVEN), "optimizer": adam, "trainer": {"precision": "64-true"}}
+    beside = run_federation(lambda: METHODS["DRDFL"](mlp()), 3, graph="auto", cohort=2, **data)
+    assert beside.cohort.apart
+    assert count(beside) == [lanes.MOST]
+    assert_near(run_federation(lambda: METHODS["DRDFL"](mlp()), 3, cohort=1, **data), beside, 1e-9)
+
+
 def test_one_more_is_opened_once_the_others_have_recorded_and_there_is_room(run_federation, make_data, mlp, streams):
     streams[0] = False
     loop = run_federation(lambda: FedAvg(mlp()), 1, data=make_data(TEN), cohort=1, graph="auto")
