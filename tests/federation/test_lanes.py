@@ -83,10 +83,10 @@ def test_clients_side_by_side_are_the_same(
 
 def test_clients_that_cannot_be_stacked_go_side_by_side_then(run_federation, assert_near, make_data, mlp, streams):
     data = {"data": make_data(SEVEN), "optimizer": adam, "trainer": {"precision": "64-true"}}
-    beside = run_federation(lambda: METHODS["DRDFL"](mlp()), 3, graph="auto", cohort=2, **data)
+    beside = run_federation(lambda: METHODS["APFL"](mlp()), 3, graph="auto", cohort=2, **data)
     assert beside.cohort.apart
     assert count(beside) == [lanes.MOST]
-    assert_near(run_federation(lambda: METHODS["DRDFL"](mlp()), 3, cohort=1, **data), beside, 1e-9)
+    assert_near(run_federation(lambda: METHODS["APFL"](mlp()), 3, cohort=1, **data), beside, 1e-9)
 
 
 def test_one_more_is_opened_once_the_others_have_recorded_and_there_is_room(run_federation, make_data, mlp, streams):
