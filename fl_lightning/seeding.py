@@ -61,14 +61,11 @@ def stream_states(device: torch.device | None = None) -> tuple[Any, ...]:
     return states if device is None or device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
 
 
-def set_stream_states(states: tuple[Any, ...], device: torch.device | None = None) -> None:
-    """Bring back what `stream_states` gave for the same device."""
+def set_stream_states(states: tuple[Any, ...]) -> None:
+    """Bring back what `stream_states` gave without a device."""
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     random.setstate(states[2])
-    if len(states) > 3:
-        assert device is not None, "a GPU's state was taken"
-        torch.cuda.set_rng_state(states[3], device)
 
 
 def same_stream_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -79,13 +76,8 @@ def same_stream_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def drawn_from_torch(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Whether nobody has drawn between two calls of `stream_states` but from torch's stream on the device.
-
-    That is the GPU's, where it is one: what a step draws on the CPU then is no part of what a GPU records.
-    """
-    here, _, _, *there = after
-    own = (before[0], *before[1:3], *there) if there else (here, *before[1:3])
-    return same_stream_states(own, after)
+    """Whether nobody has drawn between two calls of `stream_states` but from torch's stream."""
+    return same_stream_states((after[0], *before[1:]), after)
 
 
 @lru_cache

@@ -100,8 +100,6 @@ class StackedFit:
         self.context = context
         self.graphs = graphs
         self.draws = draws
-        self.has_drawn = False
-        """Whether steps have drawn."""
         self.changes: Callable[[], str] = str
         """Names an attribute of the method that steps have changed; empty for none."""
 
@@ -312,10 +310,10 @@ class _Phase:
                 losses, gradients = self.bench.alone(x[place], y[place], epoch)
                 self.fit.check_streams(before)
                 if self.fit.draws:
-                    set_stream_states(before, x.device)
+                    set_stream_states(before)
                 after = self.fit.layout.tensors()
                 outcome = outcome or self.bench.step(copies, x, y, epoch)
                 if self.fit.draws:
-                    set_stream_states(before, x.device)
+                    set_stream_states(before)
             if not agree(outcome, [copy[place] for copy in copies], losses, gradients, after, place):
                 raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")

@@ -292,12 +292,11 @@ class PhaseGraphs:
     def _checked(self, found: _Recorded, work: Work, given: Given) -> Outcome:
         """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
         moving = self._moving()
-        device = self.fit.rows.layout.device
-        start, streams = [tensor.clone() for tensor in moving], stream_states(device)
+        start, streams = [tensor.clone() for tensor in moving], stream_states()
 
         def come(step: Callable[[], Outcome], start: list[Tensor] = start) -> tuple[Outcome, list[Tensor]]:
             torch._foreach_copy_(moving, start)
-            set_stream_states(streams, device)
+            set_stream_states(streams)
             with torch.enable_grad():
                 outcome = step()
             names = sorted(outcome.logged)
@@ -306,7 +305,7 @@ class PhaseGraphs:
         as_it_is = partial(work, *given)
         again, there = come(partial(found.replay, given))
         outcome, expected = come(as_it_is)
-        if not drawn_from_torch(streams, stream_states(device)):  # the fit is refused for that, by its own name
+        if not drawn_from_torch(streams, stream_states()):  # the fit is refused for that, by its own name
             return outcome
         begun = [*start, *(None for _ in outcome.logged)]
         odd = [not _moves_as(*own) for own in zip(there, expected, begun, strict=True)]

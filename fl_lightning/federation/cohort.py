@@ -248,7 +248,8 @@ class Cohort:
 
     def _stop(self, stack: Stack, error: Unstackable) -> None:
         """From now on fit no clients together, for what has come out in a fit."""
-        self._give_up(stack, str(error), isinstance(error, (Drawing, OneByOne)) or error.__cause__ is not None)
+        alone = isinstance(error, OneByOne) or (isinstance(error, Drawing) and stack.draws)
+        self._give_up(stack, str(error), alone or error.__cause__ is not None)
 
     def _give_up(self, stack: Stack, reason: str, alone: bool) -> None:
         """From now on fit no clients together: but record each one's steps, if that goes alone."""

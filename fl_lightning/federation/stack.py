@@ -31,7 +31,7 @@ from fl_lightning.core.written import Contents, overwritten
 from fl_lightning.federation.members import Fitted, Guest, Member, Outcome, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
 from fl_lightning.own_methods import has_own
-from fl_lightning.seeding import same_stream_states, seed_global_streams, set_stream_states, stream_states
+from fl_lightning.seeding import seed_global_streams, set_stream_states, stream_states
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -70,6 +70,8 @@ class Stack:
         self._last: tuple[Any, Entered | None, Hashable] = None, None, None
         self.graphs = None if tell is None else StepGraphs(self.layout, tell, self.attributes.own)
         """What is recorded; None where nobody asks for it."""
+        self.draws = tell is not None and self.layout.device.type == "cpu"
+        """Whether a client alone may draw random numbers in its steps, which a tape draws anew."""
 
     @property
     def records(self) -> bool:
@@ -119,7 +121,7 @@ class Stack:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
         both = options, tuple(method.term_weights().items())
-        streams = stream_states(self.layout.device) if self._ends or len(self._entry) == 1 else ()
+        streams = stream_states() if self._ends or len(self._entry) == 1 else ()
         self._members.append(Member(visit, row, entered, both, mark, attributes, streams, free))
 
     def _configured(self, round: int) -> tuple[Entered, Hashable]:
@@ -193,9 +195,8 @@ class Stack:
                     raise Unstackable(f"its step asks for {mixed.name}") from mixed
                 self._apart.add(mixed.name)
             else:
-                # The comparison was made in the resident module; places may be given up; replays draw from one memory.
-                if new or not self.records or fitted.fit.has_drawn:
-                    fitted.wait()
+                if new or not self.records:
+                    fitted.wait()  # the comparison was made in the resident module, and places may be given up
                 self._checked |= {(phase, alike) for phase in new}
                 return fitted
 
@@ -224,9 +225,8 @@ class Stack:
         self, entered: Sequence[Entered], rows: Rows, epoch: Epoch, graphs: FitGraphs | None = None
     ) -> StackedFit:
         aliases, context = self.attributes.aliases(), self.runner.trainer.precision_plugin.train_step_context
-        draws = self.graphs is not None and len(self._entry) == 1  # a replay draws anew
-        about = self._apart, aliases, context, graphs, draws
-        return StackedFit(self.module, self.layout, rows, entered, epoch, *about)
+        about = self._apart, aliases, context, graphs
+        return StackedFit(self.module, self.layout, rows, entered, epoch, *about, self.draws and len(self._entry) == 1)
 
     def measure(self) -> tuple[int, Timing] | None:
         """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings.
@@ -293,7 +293,7 @@ class Stack:
         _train(self.module)
         check_fit(method, self.module.meter)
         if not outcome.has_ended:
-            set_stream_states(member.streams, self.layout.device)
+            set_stream_states(member.streams)
             for term in method.terms.exchanging:
                 term.after_fit(method)
             method.on_fit_end()
@@ -345,11 +345,11 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
         new: the phases whose first steps are to be compared with one alone.
         first: of the clients; where steps may draw, they draw from its streams.
     """
-    device = fit.layout.device
     if fit.draws:
-        set_stream_states(first.streams, device)
+        set_stream_states(first.streams)
     taken, before, objects = attributes.taken(), attributes.mark(), attributes.objects()
     of_classes = attributes.of_classes()
+    device = fit.layout.device
 
     def changes() -> str:
         after = attributes.mark()._replace(modes=before.modes, free=before.free)  # a phase's own, while it runs
@@ -372,7 +372,6 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
             raise
         raise refused from error
     if fit.draws:
-        fit.has_drawn = not same_stream_states(streams, drawn)
         first.streams = drawn
 
 

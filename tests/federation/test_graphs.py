@@ -30,7 +30,6 @@ from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.moon import MOON
 from fl_lightning.models.split import Body, SplitModel
-from fl_lightning.seeding import drawn_from_torch, stream_states
 
 EIGHT = [[6, 6, 6, 6]] * 4
 """Whole mini-batches of four alone."""
@@ -499,15 +498,6 @@ def test_what_is_odd_once_or_twice_is_left_out_and_wrong_the_third_time(times, b
     loop = both(lambda: FedAvg(mlp()))
     assert loop.cohort.unrecorded == ["replayed, a step gives other values than as it is"] * (times == 3)
     assert bool(tapes[0].replays > 3) is (times < 3)
-
-
-def test_of_what_is_drawn_a_device_records_its_own_stream_alone():
-    here, there = stream_states(), torch.zeros(16, dtype=torch.uint8)
-    torch.rand(())
-    now = stream_states()
-    assert drawn_from_torch(here, now)
-    assert drawn_from_torch((*here, there), (*here, there + 1))
-    assert not drawn_from_torch((*here, there), (*now, there + 1))
 
 
 class Chaotic(FedAvg):
