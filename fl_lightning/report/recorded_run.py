@@ -81,6 +81,11 @@ class RecordedRun:
         return str(self.summary.get("partition_hash") or self.partition.get("hash") or "")
 
     @cached_property
+    def between_clients(self) -> bool:
+        """Whether clients send to one another, so that what one takes in is what another has sent."""
+        return (self.path / "topology.csv").is_file()
+
+    @cached_property
     def identity(self) -> Mapping[str, Any]:
         """All keys that change a number, if by rounding, but the seed; and the run's course. Empty without a file."""
         found = {key: value for key, value in identity(self.config).items() if key != "seed"}

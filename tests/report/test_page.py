@@ -226,6 +226,14 @@ def test_accuracy_is_drawn_against_all_bytes_so_far(comparison):
     assert [row["flat"] for row in rows if row["label"] == "Beta"] == [True]
 
 
+def test_messages_between_clients_are_sent_once_though_one_sends_and_another_hears_them(comparison):
+    for run in comparison[:2]:
+        (run / "topology.csv").write_text("round,sender,receiver,share,num_params,num_bytes\n")
+    lines = lines_of(*comparison)
+    rows = next(communication(lines)).rows(lines)
+    assert [row["x"] for row in rows if row["label"] == "Alpha"] == pytest.approx([0.001, 0.002, 0.003])
+
+
 def test_classifier_is_read_from_models_and_the_checkpoint(tmp_path):
     run = make_run(tmp_path / "a", clients=2)
     weight = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])

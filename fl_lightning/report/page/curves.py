@@ -209,8 +209,9 @@ def communication(lines: Sequence[Series]) -> Iterator[Figure]:
                     rows.add(s=place, x=sent.get(round, 0.0), y=100 * curve.mean[point], round=round, flat=silent)
         if len(rows) and any(rows.columns["x"]):
             text = (
-                "All clients' messages up and down, summed over the rounds so far, as they cross the wire. A run that "
-                "sends nothing is a horizontal line at its last value."
+                "All messages from and to clients, summed over the rounds so far, as they cross the wire; without a "
+                "server each goes from one client to another, and counts once. A run that sends nothing is a "
+                "horizontal line at its last value."
             )
             heads = {"label": "run", "round": "round", "x": "MB sent so far", "y": f"{column}, %"}
             title = f"{column} against communication"
@@ -219,12 +220,14 @@ def communication(lines: Sequence[Series]) -> Iterator[Figure]:
 
 
 def _sent(line: Series) -> dict[int, float]:
-    """Round -> megabytes up and down until then, the mean over runs."""
+    """Round -> megabytes that were sent until then, the mean over runs."""
     totals: list[list[dict[str, Any]]] = []
     for run in line.runs:
         total, rows = 0.0, []
+        # Without a server what a client hears is what another has sent, and counted.
+        sent = ("uplink_bytes",) if run.between_clients else ("uplink_bytes", "downlink_bytes")
         for row in run.rows:
-            total += sum(known(row.get(name) for name in ("uplink_bytes", "downlink_bytes"))) / 1e6
+            total += sum(known(row.get(name) for name in sent)) / 1e6
             rows.append({"round": row["round"], "sent": total})
         totals.append(rows)
     return _by_round(curve_of(totals, "sent"))
