@@ -23,7 +23,8 @@ class APFL(Method):
         w ← w − η ∇f(w),  v ← v − η ∇_v f(v̄),  α ← α − η ⟨v − w, ∇f(v̄)⟩,  w^{t+1} = mean_i w_i
 
     A mini-batch finds all gradients before it steps. α moves with the first one of a fit, by a plain step, and stays in
-    [0, 1]. v and α stay with the client. `Local-T` and `Global-T` are v̄'s, `Server-T` is w's.
+    [0, 1]. v and α stay with the client. In the mean all participants count alike. `Local-T` and `Global-T` are v̄'s,
+    `Server-T` is w's.
 
     Args:
         alpha: α at first, in [0, 1]; 0 is FedAvg's model, 1 Local's.
