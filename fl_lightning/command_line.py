@@ -139,7 +139,7 @@ class CommandLine:
         while waiting:
             option = waiting.pop(0)
             if not isinstance(option, str):
-                yield from _sections(option)
+                yield from sections(option)
                 continue
             key, equals, value = option[2:].partition("=")
             words = [option]
@@ -150,7 +150,7 @@ class CommandLine:
                 del waiting[0]
             section = key.rstrip("+").partition(".")[0]
             if option.startswith("--") and key == "config":
-                yield from _sections(_content(Path(value)))
+                yield from sections(_content(Path(value)))
             elif option.startswith("--") and section in SECTIONS and not key.endswith(".help"):
                 if len(words) == 1 and not equals and key not in SHORT_FORMS:
                     raise ConfigError(key, f"needs a value: --{key} VALUE")
@@ -262,7 +262,7 @@ def _option(option: str, value: str) -> Part:
     return Part(section, content, settings)
 
 
-def _sections(content: Mapping[str, Any]) -> Iterator[Part]:
+def sections(content: Mapping[str, Any]) -> Iterator[Part]:
     """A file's sections, short forms written out."""
     for section, value in content.items():
         if value is None and section in _OF_KEYS:
@@ -277,8 +277,8 @@ def _without_nothing(value: Any) -> Any:
         return [_without_nothing(each) for each in value]
     if not isinstance(value, Mapping):
         return value
-    empty = "class_path" in value and value.get("init_args", ...) is None
-    return {name: _without_nothing(own) for name, own in value.items() if not (empty and name == "init_args")}
+    said = {name: own for name, own in value.items() if name != "init_args" or own is not None}
+    return {name: _without_nothing(own) for name, own in said.items()}
 
 
 def written_out(section: str, value: Any) -> Any:

@@ -99,10 +99,12 @@ def test_a_section_of_comments_alone_says_nothing():
     """It wiped what the files before it said, where later ones win key by key."""
     first = {"method": {"class_path": "FedProx", "init_args": {"mu": 0.5}}, "trainer": {"gradient_clip_val": 1.0}}
     first |= {"optimizer": {"class_path": "Adam", "init_args": {"lr": 0.003}}, "federation": {"rounds": 50}}
-    later = {"method": {"class_path": "FedProx", "init_args": None}}
+    later = {"method": {"class_path": "FedProx", "init_args": None}, "model": {"init_args": None}}
+    first |= {"model": {"init_args": {"hidden": [8]}}}
     later |= dict.fromkeys(("optimizer", "federation", "trainer", "data"))
     whole = resolve(CommandLine(["--config=quickstart", first, later]).tree, Trust())
     assert whole["method"]["init_args"]["mu"] == 0.5
+    assert whole["model"]["init_args"]["hidden"] == [8]
     assert whole["optimizer"]["class_path"] == "torch.optim.Adam"
     assert whole["optimizer"]["init_args"]["lr"] == 0.003
     assert (whole["federation"]["rounds"], whole["trainer"]["gradient_clip_val"]) == (50, 1.0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, flatten, is_nested, merged, written_out
+from fl_lightning.command_line import SECTIONS, Setting, bare, flatten, is_nested, merged, sections
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import path_of
@@ -33,7 +33,7 @@ class Overlay:
         """The same as options of a command line."""
         for file in self.files:
             yield from ("--config", os.path.relpath(file))
-        for key, value in flatten(self.settings):
+        for key, value in classes_first(flatten(self.settings)):
             if value != {} or not key.endswith(".init_args"):  # which take none back, as in a file
                 yield option(key, value)
 
@@ -41,8 +41,38 @@ class Overlay:
         """The same as dotted keys and values, later ones over earlier ones."""
         for file in self.files:
             content = read_yaml(file, "--config")
-            yield from flatten(content if isinstance(content, Mapping) else {})
-        yield from flatten(self.settings)
+            for part in sections(content if isinstance(content, Mapping) else {}):
+                yield from part.settings
+        yield from classes_first(flatten(self.settings))
+
+
+def classes_first(settings: Iterable[Setting]) -> list[Setting]:
+    """Settings, a class before its arguments, in whatever order they are: it drops what was said of an earlier one's.
+
+    >>> classes_first([("method.mu", 1), ("data.batch_size", 8), ("method", "FedProx")])
+    [('method', 'FedProx'), ('method.mu', 1), ('data.batch_size', 8)]
+    """
+    found: list[Setting] = []
+    for key, value in settings:
+        own = f"{key.removesuffix('.class_path')}."
+        inside = (place for place, (other, _) in enumerate(found) if other.startswith(own))
+        found.insert(next(inside, len(found)), (key, value))
+    return found
+
+
+def plain(key: str) -> str:
+    """A key as its shortest spelling.
+
+    >>> plain("method.class_path"), plain("method.init_args.mu")
+    ('method', 'method.mu')
+    """
+    return bare(key).removesuffix(".class_path")
+
+
+def said_twice(keys: Iterable[str]) -> str | None:
+    """The first of two keys that are one in two spellings; None where there are none."""
+    known: dict[str, str] = {}
+    return next((first for key in keys if (first := known.setdefault(plain(key), key)) is not key), None)
 
 
 def laid_over(layers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,9 +168,12 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     for file, found in zip(files, paths, strict=True):
         require(found.is_file(), f"{key}.files", f"there is no such file beside {beside}", file)
     try:
-        return Overlay(paths, {name: written_out(str(name), section) for name, section in settings.items()})
+        own_settings = {part.section: part.content for part in sections(settings)}
     except ConfigError as error:
         raise error.at(f"{key}.set.{error.key}") from error
+    twice = said_twice(name for name, _ in flatten(own_settings))
+    require(twice is None, f"{key}.set.{twice}", "stands there twice, in two spellings")
+    return Overlay(paths, own_settings)
 
 
 def split_options(argv: Sequence[str], seeds: str) -> tuple[list[str], list[str]]:

@@ -24,13 +24,13 @@ from fl_lightning.report.record import watched_by
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of, trained_nobody
-from fl_lightning.table.overlays import Overlay, option, spelled_out, split_options
+from fl_lightning.table.overlays import Overlay, classes_first, option, spelled_out, split_options
 from fl_lightning.table.progress import Pace, Progress, duration, forecast, side_by_side
 from fl_lightning.table.quantity import ran_away
 from fl_lightning.table.results import claim
 from fl_lightning.table.running import REFUSED, Command, Crew, Job
 from fl_lightning.terminal import say
-from fl_lightning.tune.record import Record, classes_first, said_of
+from fl_lightning.tune.record import Record, said_of
 from fl_lightning.tune.space import Contender, Point, Search, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
 from fl_lightning.tune.written import runs_of
@@ -92,7 +92,7 @@ class Tuning:
     def cells_at(self, contender: Contender, point: Point) -> list[Cell]:
         """The runs of a point, one a seed: on validation parts, whatever the base says."""
         words = [*self.search.base.words(), *contender.overlay.words(), *self.overrides]
-        words += [option(key, value) for key, value in classes_first(point)]
+        words += [option(key, value) for key, value in classes_first(point.items())]
         row = Row(contender.name, contender.overlay)
         plain = cell_of(row, COLUMN, words, self.search.seeds[0], self.cells)
         data = plain.config["data"]

@@ -9,7 +9,6 @@ import io
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.command_line import said_around, variables
 from fl_lightning.files import one_at_a_time, remove, write_text
@@ -17,7 +16,7 @@ from fl_lightning.reading import dump_yaml
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.series import short_keys
 from fl_lightning.table.figures import left_out
-from fl_lightning.table.overlays import laid_over, spelled_out, whole_list
+from fl_lightning.table.overlays import classes_first, laid_over, spelled_out, whole_list
 from fl_lightning.table.quantity import decimals
 from fl_lightning.tune.space import Contender, Point, Search, grid_size
 from fl_lightning.tune.trials import Trial
@@ -215,17 +214,12 @@ class Record:
         config = best.cells[0].config
         whole = config["method"]["class_path"]
         method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole
-        layers = [*contender.overlay.layers(), *classes_first(best.point)]
+        layers = [*contender.overlay.layers(), *classes_first(best.point.items())]
         own = (whole_list(spelled_out(key, config), value, config) for key, value in layers)
         node = laid_over([("method", method), *own])
         node = as_chosen(node, config, [*self.search.base.words(), *self.overrides])
         alone = {name: own["class_path"] for name, own in node.items() if is_name(own)}
         write_text(path, head + dump_yaml({**node, **alone}))
-
-
-def classes_first(point: Point) -> list[tuple[str, Any]]:
-    """A point's settings, a class before its arguments: it drops what was said of an earlier one's."""
-    return sorted(point.items(), key=lambda setting: setting[0].removesuffix(".class_path").count("."))
 
 
 def said_of(point: Point) -> str:

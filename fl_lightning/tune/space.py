@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.command_line import bare
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.reading import read_yaml
 from fl_lightning.report.columns import is_validated
 from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
 from fl_lightning.table.definition import text_of
-from fl_lightning.table.overlays import Overlay, given_in, known_keys, read_overlay
+from fl_lightning.table.overlays import Overlay, given_in, known_keys, plain, read_overlay, said_twice
 from fl_lightning.table.quantity import Figure, read_figure
 
 _KEYS = (
@@ -201,20 +200,15 @@ def _contenders(node: Any, common: Mapping[str, Range], path: Path) -> tuple[Con
 
 def _over(common: Mapping[str, Range], own: Mapping[str, Range]) -> dict[str, Range]:
     """What may vary in a method: its own keys, and those of all that are none of these, however they are written."""
-    said = {_plain(key) for key in own}
-    return {**{key: value for key, value in common.items() if _plain(key) not in said}, **own}
-
-
-def _plain(key: str) -> str:
-    return bare(key).removesuffix(".class_path")
+    said = {plain(key) for key in own}
+    return {**{key: value for key, value in common.items() if plain(key) not in said}, **own}
 
 
 def _space(node: Any, key: str) -> dict[str, Range]:
     require(isinstance(node, Mapping), key, "must hold keys of a configuration and what they may be", node)
     for name in ("seed", "name", "output", "data.evaluate_on"):
         require(name not in node, f"{key}.{name}", "no trial may vary it: take it out")
-    plain = [_plain(str(name)) for name in node]
-    twice = next((str(name) for name in node if plain.count(_plain(str(name))) > 1), None)
+    twice = said_twice(map(str, node))
     require(twice is None, f"{key}.{twice}", "stands there twice, with and without init_args")
     return {str(name): _range(given, f"{key}.{name}") for name, given in node.items()}
 

@@ -128,6 +128,29 @@ def test_empty_arguments_of_a_class_say_as_little_as_in_a_file():
     assert trees == [base["method"]] * 2
 
 
+@pytest.mark.parametrize("own", ["method", "method.class_path"])
+def test_a_class_may_stand_behind_its_arguments(own, tmp_path):
+    """The order of YAML's keys means nothing: the weight was dropped with those of the base's method, in silence."""
+    overlay = read_overlay({"set": {"method.weight": 3, own: "Ditto"}}, "rows.A", tmp_path / "t.yaml")
+    base = {"method": {"class_path": "FedProx", "init_args": {"mu": 0.5}}}
+    assert CommandLine([base, *overlay.words()]).tree["method"]["init_args"] == {"weight": "3"}
+    assert list(overlay.layers()) == [(own, "Ditto"), ("method.weight", 3)]
+
+
+def test_one_key_in_two_spellings_is_refused(tmp_path):
+    """The later one won, in silence."""
+    settings = {"data.partition.beta": 0.5, "data": {"partition": {"init_args": {"beta": 0.1}}}}
+    with pytest.raises(ConfigError, match=r"^rows\.A\.set\.data\.partition\.beta: stands there twice"):
+        read_overlay({"set": settings}, "rows.A", tmp_path / "t.yaml")
+
+
+def test_a_section_of_a_table_of_comments_alone_says_nothing(tmp_path):
+    """As in a configuration's file; it took back what the base says."""
+    settings = {"federation": None, "method": {"init_args": None}}
+    overlay = read_overlay({"set": settings}, "rows.A", tmp_path / "t.yaml")
+    assert list(overlay.words()) in ([], ["--method={}"])
+
+
 def resolved(label, **settings):
     data = {"dataset": {"class_path": "CSVTable", "init_args": {"path": "a.csv", "label": label}}, "partition": "IID"}
     overlay = Overlay((), {"method": "FedAvg", "model": "MLP", "data": data, **settings})
