@@ -36,7 +36,8 @@ CLASS_KEYS = {
 }
 """Keys that name a class -> the kind that the package offers for it; the method's terms have keys of their own."""
 OPTIMIZER = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}
-_ONE_CLASS = {"optimizer", *CLASS_KEYS} - {"federation.wire", "extra_terms"}
+ONE_CLASS = {"optimizer", *CLASS_KEYS} - {"federation.wire", "extra_terms"}
+"""Keys that take one class and nothing else, so that a name alone is one."""
 _NODE = ("class_path", "init_args", "dict_kwargs", "clients")
 _OF_KEYS = ("optimizer", "data", "federation", "trainer")
 """Sections that hold keys, none of which is nothing at all."""
@@ -340,7 +341,7 @@ def merged(old: Any, new: Any, key: str) -> Any:
     """
     if isinstance(new, More):
         return [*(old if isinstance(old, list) else [] if old is None else [old]), *new]
-    if isinstance(new, str) and key in _ONE_CLASS and not (isinstance(new, Text) and new.parsed is None):
+    if isinstance(new, str) and _is_class(new, old, key):
         new = {"class_path": str(new)}
     if not isinstance(new, Mapping):
         return new
@@ -355,7 +356,7 @@ def merged(old: Any, new: Any, key: str) -> Any:
     before: Mapping[str, Any] = old if isinstance(old, Mapping) else {}
     if isinstance(new, Nothing) and "class_path" not in before:
         return {}
-    is_class = key in _ONE_CLASS or "class_path" in before
+    is_class = key in ONE_CLASS or "class_path" in before
     if isinstance(new, Brief) and is_class and not any(name in _NODE for name in new):
         new = {"init_args": new}
     inherited = {**getattr(before, "before", {}), **getattr(new, "before", {})}
@@ -368,6 +369,13 @@ def merged(old: Any, new: Any, key: str) -> Any:
         **{name: merged(before.get(name), value, f"{key}.{name}") for name, value in new.items()},
     }
     return Renamed(whole, inherited) if inherited else whole
+
+
+def _is_class(name: str, before: Any, key: str) -> bool:
+    """Whether a text names a class: where a key takes one alone, or the one that is there, as a wrapped module."""
+    if key in ONE_CLASS:
+        return not (isinstance(name, Text) and name.parsed is None)
+    return isinstance(before, Mapping) and "class_path" in before and _is_same_class(name, _path(before))
 
 
 def _path(node: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, Setting, bare, flatten, is_nested, merged, sections
+from fl_lightning.command_line import ONE_CLASS, SECTIONS, Setting, bare, flatten, is_nested, merged, sections
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import path_of
@@ -139,7 +139,8 @@ def option(key: str, value: Any) -> str:
     ('--data.dataset.label=cat', '--data.dataset.label="[cat]"', '--model.hidden=[64]')
     """
     plain = isinstance(value, str) and not is_nested(value)
-    return f"--{key.removesuffix('.class_path')}={value if plain else json.dumps(value)}"
+    own = key.removesuffix(".class_path")  # elsewhere a name alone would take the place of all that was said
+    return f"--{own if own in ONE_CLASS else key}={value if plain else json.dumps(value)}"
 
 
 def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) -> Overlay:

@@ -128,6 +128,23 @@ def test_empty_arguments_of_a_class_say_as_little_as_in_a_file():
     assert trees == [base["method"]] * 2
 
 
+def test_a_class_inside_another_one_keeps_what_was_said_of_it_as_in_a_file():
+    """A row that changed one argument of a wrapped module took the others back, in silence; so did its name alone."""
+    module = {"class_path": "my.Net", "init_args": {"width": 32, "depth": 3}}
+    base = {"model": {"class_path": "WrappedModel", "init_args": {"module": module}}}
+    wider = {"model": {"init_args": {"module": {"class_path": "my.Net", "init_args": {"width": 5}}}}}
+
+    def found(*later):
+        return CommandLine([base, *later]).tree["model"]["init_args"]["module"]
+
+    for row in ([wider], Overlay((), wider).words()):
+        own = found(*row)
+        assert (str(own["class_path"]), own["init_args"]["depth"]) == ("my.Net", 3)
+        assert str(own["init_args"]["width"]) == "5"
+    for name in ("--model.module=my.Net", {"model": {"init_args": {"module": "my.Net"}}}):
+        assert found(name) == module
+
+
 @pytest.mark.parametrize("own", ["method", "method.class_path"])
 def test_a_class_may_stand_behind_its_arguments(own, tmp_path):
     """The order of YAML's keys means nothing: the weight was dropped with those of the base's method, in silence."""
