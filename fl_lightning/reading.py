@@ -19,9 +19,9 @@ MOST_VALUES = 100_000
 DEEPEST = 60
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = re.compile(
-    r"[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*)(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    r"[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
-_INT = re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]+|0|[1-9]\d*(?:_\d+)*|0x[0-9a-fA-F_]+)")
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0|[1-9]\d*(?:_\d+)*|0x[0-9a-fA-F_]+)")  # 010 is a text: to YAML 1.1 it is eight
 
 
 class UnreadableError(ValueError):
