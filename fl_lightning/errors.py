@@ -113,6 +113,17 @@ def listed_names(text: str | None, known: Collection[str]) -> tuple[str, ...]:
     return tuple(filter(None, names))
 
 
+def chosen_names(option: str, text: str | None, known: Collection[str]) -> tuple[str, ...]:
+    """The same of an option that chooses among them; empty only where it is not given, which means all.
+
+    Raises:
+        ConfigError: for one that names nothing, as where a script's variable is not set.
+    """
+    names = listed_names(text, known)
+    require(bool(names) or text is None, option, "names nothing; leave it out for all", text)
+    return names
+
+
 def suggest(name: str, choices: Iterable[str], command: str = "") -> str:
     """Say which of `choices` is nearest to `name`, and list them: ``did you mean FedRep? (choose from …)``.
 

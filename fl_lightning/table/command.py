@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from fl_lightning.command_line import said_around
-from fl_lightning.errors import ConfigError, listed_names, require
+from fl_lightning.errors import ConfigError, chosen_names, require
 from fl_lightning.files import expanded, write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
@@ -60,9 +60,9 @@ def table(argv: Sequence[str], command: Command) -> int:
     definition = read_definition(Path(options.file))
     choice = Choice(
         expanded(options.output),
-        listed_names(options.only, [row.name for row in definition.rows]),
-        listed_names(options.columns, [column.name for column in definition.columns]),
-        tuple(_number("--seeds", seed) for seed in listed_names(options.seeds, ())),
+        chosen_names("--only", options.only, [row.name for row in definition.rows]),
+        chosen_names("--columns", options.columns, [column.name for column in definition.columns]),
+        tuple(_number("--seeds", seed) for seed in chosen_names("--seeds", options.seeds, ())),
         options.rounds,
         tuple(overrides),
     )

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from fl_lightning.command_line import SECTIONS, bare
-from fl_lightning.errors import ConfigError, listed_names, refuse, require, suggest
+from fl_lightning.errors import ConfigError, chosen_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.files import expanded
 from fl_lightning.parser import one_line_parser
@@ -398,7 +398,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
     parser = one_line_parser("tune", description=DESCRIPTION)
     parser.add_argument("file", type=str, help="the search's YAML file, e.g. experiments/tunes/quickstart.yaml")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; the cores are shared out among them")
-    parser.add_argument("--only", default="", help="methods (rows of the file), separated by commas")
+    parser.add_argument("--only", help="methods (rows of the file), separated by commas")
     parser.add_argument("--output", type=str, default="runs", help="folder of runs")
     parser.add_argument("--print-commands", action="store_true", help="print one command a run of a grid, and run none")
     parser.add_argument("--dry-run", action="store_true", help="say what there is to do of a grid, and how long")
@@ -408,7 +408,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
     search = read_search(Path(options.file))
     known = [contender.name for contender in search.contenders]
-    only = listed_names(options.only, known)
+    only = chosen_names("--only", options.only, known)
     for name in only:
         require(name in known, "--only", f"the search has none of that name; {suggest(name, known)}", name)
     console = PlainConsole(quiet=options.quiet)

@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelSummary
 
 from fl_lightning.cli import main
-from fl_lightning.errors import ConfigError, is_near, listed_names, suggest
+from fl_lightning.errors import ConfigError, chosen_names, is_near, listed_names, suggest
 from fl_lightning.federation.flags import check_flags
 from fl_lightning.federation.trainers import UNFIT, check_callbacks, check_kinds, make_trainer, report_profile
 
@@ -263,3 +263,11 @@ def test_profiler_reports_once_for_all_fits(caplog):
 )
 def test_a_list_of_names_knows_names_with_commas(text, names):
     assert listed_names(text, ["FedAvg", "FedProx", "MNIST, 2 classes", "a,b"]) == names
+
+
+@pytest.mark.parametrize("text", ["", " , "])
+def test_a_choice_that_names_nothing_is_not_all(text):
+    """A script whose variable was not set ran the whole table."""
+    with pytest.raises(ConfigError, match=r"^--only: names nothing; leave it out for all"):
+        chosen_names("--only", text, ["FedAvg"])
+    assert chosen_names("--only", None, ["FedAvg"]) == ()
