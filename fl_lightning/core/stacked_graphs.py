@@ -345,7 +345,7 @@ def _rounded(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
     def moved(own: Tensor) -> Tensor:
         if not own.is_floating_point():
             return own
-        places = torch.randint(-8, 9, own.shape, generator=streams, device=own.device)
+        places = torch.randint(-8, 9, own.shape, generator=streams, device=own.device).to(own.dtype)
         return own * (1 + places * torch.finfo(own.dtype).eps)
 
     streams = torch.Generator(tensors[0].device).manual_seed(number)
