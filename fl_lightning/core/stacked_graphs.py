@@ -290,7 +290,7 @@ class PhaseGraphs:
 
     @torch.no_grad()
     def _checked(self, found: _Recorded, work: Work, given: Given) -> Outcome:
-        """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
+        """The step as it is and as recorded: where they come to others time and again, nothing is replayed any more."""
         moving = self._moving()
         start, streams = [tensor.clone() for tensor in moving], stream_states()
 

@@ -138,9 +138,9 @@ def option(key: str, value: Any) -> str:
     >>> option("data.dataset.label", "cat"), option("data.dataset.label", "[cat]"), option("model.hidden", [64])
     ('--data.dataset.label=cat', '--data.dataset.label="[cat]"', '--model.hidden=[64]')
     """
-    plain = isinstance(value, str) and not is_nested(value)
+    is_text = isinstance(value, str) and not is_nested(value)
     own = key.removesuffix(".class_path")  # elsewhere a name alone would take the place of all that was said
-    return f"--{own if own in ONE_CLASS else key}={value if plain else json.dumps(value)}"
+    return f"--{own if own in ONE_CLASS else key}={value if is_text else json.dumps(value)}"
 
 
 def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) -> Overlay:
