@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -53,12 +54,19 @@ def is_constant(value: Any) -> bool:
 
 def of_layer(attributes: Mapping[str, Any], passed: Collection[int]) -> Layer:
     """What a layer of torch's has, with what is in the tensors and arrays that somebody has set on it."""
-    own = ((key, attributes[key]) for key in attributes.keys() - OF_LAYERS)
+    keys = tuple(attributes)
+    own = [(key, attributes[key]) for key in _loose(keys)]
     names = [key for key, value in own if type(value) not in _DULL and isinstance(value, (Tensor, np.ndarray))]
     if not names:
-        return tuple(attributes), tuple(attributes.values()), _NOTHING
+        return keys, tuple(attributes.values()), _NOTHING
     held = {key: tuple(sums(attributes[key], passed).items()) for key in names}
-    return tuple(attributes), tuple(attributes.values()), held
+    return keys, tuple(attributes.values()), held
+
+
+@functools.lru_cache(256)
+def _loose(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The attributes of a layer's that torch itself does not set."""
+    return tuple(key for key in keys if key not in OF_LAYERS)
 
 
 def overwritten(before: Contents, now: Contents) -> str:

@@ -145,8 +145,9 @@ class Residents:
 
 
 def has_convolution(module: ClientModule) -> bool:
-    """Whether there are images whose channels may be last."""
-    return any(isinstance(part, torch.nn.Conv2d) for part in module.modules())
+    """Whether there are images whose channels may be last: of what an MLP makes, terms see maps of 1x1."""
+    terms = set(module.method.terms.modules())
+    return any(isinstance(part, torch.nn.Conv2d) and part not in terms for part in module.modules())
 
 
 def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:

@@ -291,7 +291,8 @@ class Stack:
         self.module.meter = fitted.fit.meter.of(outcome.place)
         method.fit = member.entered.fit
         _train(self.module)
-        check_fit(method, self.module.meter)
+        if not (self._ends and outcome.has_ended):  # else it was asked as it ended
+            check_fit(method, self.module.meter)
         if not outcome.has_ended:
             set_stream_states(member.streams)
             for term in method.terms.exchanging:

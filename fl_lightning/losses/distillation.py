@@ -24,6 +24,7 @@ from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.models.cbam import CBAM
+from fl_lightning.models.small_maps import convolution, convolved, reached
 from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.shapes import checked
 
@@ -118,22 +119,32 @@ class CrossLayerFusion(nn.Module):
         fused: list[Tensor] = [None] * len(maps)  # type: ignore[list-item]
         above: Tensor | None = None  # Cv1 of the level above
         for level in reversed(range(len(maps))):
-            own = None if level == 0 or self.recursive else self.lateral[level](maps[level])
-            total = self._enlarged(level, maps[level]) if own is None else own + self.enhance[level](maps[level])
+            own = None if level == 0 or self.recursive else convolved(self.lateral[level], maps[level])
+            total = self._sum(level, maps[level]) if own is None else own + convolved(self.enhance[level], maps[level])
             if above is not None:
-                total = total + F.interpolate(above, maps[level].shape[2:], mode="bilinear", align_corners=False)
-            fused[level] = self.smooth[level](total)
-            above = self.lateral[level](fused[level]) if self.recursive and level else own
+                total = total + _enlarged(above, maps[level].shape[2:])
+            smooth = self.smooth[level]
+            for layer in smooth if isinstance(smooth, nn.Sequential) else [smooth]:
+                total = convolved(layer, total)
+            fused[level] = total
+            above = convolved(self.lateral[level], fused[level]) if self.recursive and level else own
         return fused
 
-    def _enlarged(self, level: int, own: Tensor) -> Tensor:
+    def _sum(self, level: int, own: Tensor) -> Tensor:
         """Cv1 + Cv3 of a level's map where nothing else needs Cv1 of it: one convolution by the sum of both kernels."""
         narrow, wide = self.lateral[level], self.enhance[level]
         assert isinstance(narrow, nn.Conv2d)
         assert isinstance(wide, nn.Conv2d)
         assert narrow.bias is not None
         assert wide.bias is not None
-        return F.conv2d(own, wide.weight + F.pad(narrow.weight, (1, 1, 1, 1)), wide.bias + narrow.bias, padding=1)
+        kernel = reached(wide.weight, own)
+        rows, columns = (size // 2 for size in kernel.shape[2:])
+        return convolution(own, kernel + F.pad(narrow.weight, (columns, columns, rows, rows)), wide.bias + narrow.bias)
+
+
+def _enlarged(above: Tensor, size: torch.Size) -> Tensor:
+    same = above.shape[2:] == size
+    return above if same else F.interpolate(above, size, mode="bilinear", align_corners=False)
 
 
 def _smoothing(mid_channels: int, channels: int, convs: int) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import require
+from fl_lightning.models.small_maps import convolved
 
 
 class CBAM(nn.Module):
@@ -40,7 +41,7 @@ class CBAM(nn.Module):
 
     def spatial_gate(self, x: Tensor) -> Tensor:
         """M_s [B, 1, H, W] in (0, 1) of a feature map [B, C, H, W] that its channels' gate has passed."""
-        return self.spatial(torch.cat([x.amax(1, keepdim=True), x.mean(1, keepdim=True)], dim=1)).sigmoid()
+        return convolved(self.spatial, torch.cat([x.amax(1, keepdim=True), x.mean(1, keepdim=True)], dim=1)).sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
         """The refined map [B, C, H, W]."""
