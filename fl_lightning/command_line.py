@@ -85,11 +85,13 @@ class Part:
         section: what it changes.
         content: its value, nested.
         settings: the same as dotted keys and values.
+        is_option: whether it is an option.
     """
 
     section: str
     content: Any
     settings: list[Setting]
+    is_option: bool = False
 
 
 _ANEW = ("method", "model", "optimizer")
@@ -125,6 +127,7 @@ class CommandLine:
         self._parts: list[Part] = []
         self._named: dict[str, str] = {}  # section -> its class
         self._is_list = False  # the section model
+        self._early: dict[str, list[Part] | None] = {}  # section -> options after its files, until one names a class
         for part in self._read([*variables(environment), *argv]):
             self._add(part)
         for part in self._parts:
@@ -166,19 +169,34 @@ class CommandLine:
             given = dict(part.settings)
             named = given.get(part.section, given.get(f"{part.section}.class_path"))
             if isinstance(named, (str, list)):
-                name = str(named) if isinstance(named, str) else ""
-                same = bool(name) and _is_same_class(self._named.get(part.section, name), name)
-                if not same:  # a variable may say more of what is named
-                    self._parts = [earlier for earlier in self._parts if earlier.section != part.section]
-                self._named[part.section] = name
-                if part.section == "model":
-                    self._is_list = isinstance(named, list)
-            elif part.section == "optimizer" and not isinstance(part.content, Brief):
+                self._name(part, named)
+                return
+            if part.section == "optimizer" and not isinstance(part.content, Brief):
                 self._named.setdefault("optimizer", _path(OPTIMIZER))  # of whom a file speaks that names none
             elif part.section == "model" and self._is_list and part.settings:
                 rule = "`model` is a list here; change its entries, or say --model NAME for one model"
                 raise ConfigError(part.settings[0][0], rule)
+            early = self._early.setdefault(part.section, [])
+            if not part.is_option:
+                self._early[part.section] = []
+            elif early is not None:
+                early.append(part)
         self._parts.append(part)
+
+    def _name(self, part: Part, named: str | list[Any]) -> None:
+        """Take up a class, or a list of models; what was said of the one before goes."""
+        section, name = part.section, str(named) if isinstance(named, str) else ""
+        early = (self._early.get(section) or []) if part.is_option else []
+        self._early[section] = None if part.is_option else []
+        same = bool(name) and _is_same_class(self._named.get(section, name), name)
+        if not same:  # a variable may say more of what is named
+            self._parts = [earlier for earlier in self._parts if earlier.section != section]
+        self._named[section] = name
+        if section == "model":
+            self._is_list = isinstance(named, list)
+        self._parts.append(part)
+        for own in [] if same else early:
+            self._add(own)
 
     @contextmanager
     def speaking(self) -> Iterator[None]:
@@ -260,7 +278,7 @@ def _option(option: str, value: str) -> Part:
         settings = [(key, list(content))]
     for name in reversed(path):
         content = Brief({name: content})
-    return Part(section, content, settings)
+    return Part(section, content, settings, is_option=True)
 
 
 def sections(content: Mapping[str, Any]) -> Iterator[Part]:

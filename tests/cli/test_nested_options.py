@@ -328,6 +328,27 @@ def test_an_optimizer_of_a_file_that_names_no_class_is_the_usual_one():
     assert CommandLine([usual, "--optimizer", "SGD"]).tree["optimizer"]["init_args"] == {"lr": 0.3}
 
 
+@pytest.mark.parametrize(
+    ("argv", "arguments"),
+    [
+        (["--method.mu", "0.1", "--method", "FedProx"], {"mu": "0.1"}),
+        (["--method.init_args.mu", "0.1", "--method.class_path", "FedProx", "--method.mu", "0.2"], {"mu": "0.2"}),
+        (["--method", "Ditto", "--method.mu", "0.1", "--method", "FedProx"], {}),
+        (["--method.mu", "0.1", {"method": "FedProx"}], {}),
+        (["--method.mu", "0.1", {"method": {"init_args": {"beta": 2}}}, "--method", "FedProx"], {}),
+    ],
+)
+def test_options_before_their_class_are_said_of_it(argv, arguments):
+    """They were dropped in silence, as what a file says of its own class is."""
+    method = CommandLine([{"method": {"class_path": "FedCPD", "init_args": {"beta": 1}}}, *argv]).tree["method"]
+    assert method == {"class_path": "FedProx", **({"init_args": arguments} if arguments else {})}
+
+
+def test_options_before_a_list_of_models_would_change_all_of_them():
+    with pytest.raises(ConfigError, match=r"model\.hidden: `model` is a list here"):
+        CommandLine([{"model": "CNN"}, "--model.hidden", "3", "--model", "[MLP, CNN]"])
+
+
 QUANTIZE = {"class_path": "Quantize", "init_args": {"bits": "8"}}
 
 
