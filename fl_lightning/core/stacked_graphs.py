@@ -36,6 +36,8 @@ MOST_FITS, MOST_TOLD = 16, 8
 """Kinds of fits, and of what steps of one size are told, that are recorded; where there are more, nothing stays so."""
 MOST_SIZES = {"cpu": 64, "cuda": 8}
 """Sizes of steps in a phase that are recorded, on a GPU each in memory of its own; what comes later runs as it is."""
+PLACES = 8
+"""Last places by which a number may be rounded otherwise."""
 ROUNDED, NOISE, MOST_ODD = 2, 4, 3
 """Steps from beginnings that are rounded otherwise, of which a replay may come out so many times as far off; and how
 many steps running it may come out farther off before it counts as wrong."""
@@ -335,7 +337,7 @@ def _moves_as(one: Tensor, other: Tensor, before: Tensor | None) -> bool:
     way = _length(other - before)
     if not math.isfinite(way):
         return same(one, other)
-    rounding = 8 * torch.finfo(other.dtype).eps * _length(before)
+    rounding = PLACES * torch.finfo(other.dtype).eps * _length(before)
     return _length(one - other) <= CLOSE * way + rounding
 
 
@@ -345,7 +347,7 @@ def _rounded(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
     def moved(own: Tensor) -> Tensor:
         if not own.is_floating_point():
             return own
-        places = torch.randint(-8, 9, own.shape, generator=streams, device=own.device).to(own.dtype)
+        places = torch.randint(-PLACES, PLACES + 1, own.shape, generator=streams, device=own.device).to(own.dtype)
         return own * (1 + places * torch.finfo(own.dtype).eps)
 
     streams = torch.Generator(tensors[0].device).manual_seed(number)
