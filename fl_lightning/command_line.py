@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ class CommandLine:
     that means something else by it, Adam's learning rate to SGD. So does a list of models, and a model named after it.
 
     Args:
-        argv: the command line after the subcommand; from Python, what a file would hold may stand among its words.
+        argv: the command line after the subcommand; from Python, what a file would hold may stand among its words, and
+            so may parts of another one.
         environment: what variables' names begin with that say what nothing else says; empty for none.
 
     Raises:
@@ -121,14 +122,15 @@ class CommandLine:
     words: list[str]
     """What belongs to no section: the command's own options."""
 
-    def __init__(self, argv: Sequence[str | Mapping[str, Any]], environment: str = "") -> None:
+    def __init__(self, argv: Sequence[str | Mapping[str, Any] | Part], environment: str = "") -> None:
         self.words = []
         self.tree = {}
         self._parts: list[Part] = []
         self._named: dict[str, str] = {}  # section -> its class
         self._is_list = False  # the section model
         self._early: dict[str, list[Part] | None] = {}  # section -> options after its files, until one names a class
-        for part in self._read([*variables(environment), *argv]):
+        self._around, self._given = list(self._read(list(variables(environment)))), list(self._read(argv))
+        for part in (*self._around, *self._given):
             self._add(part)
         for part in self._parts:
             self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
@@ -138,12 +140,12 @@ class CommandLine:
             self.tree["optimizer"] = merged(OPTIMIZER, own, "optimizer")
         self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
 
-    def _read(self, argv: Sequence[str | Mapping[str, Any]]) -> Iterator[Part]:
+    def _read(self, argv: Sequence[str | Mapping[str, Any] | Part]) -> Iterator[Part]:
         waiting = list(argv)
         while waiting:
             option = waiting.pop(0)
             if not isinstance(option, str):
-                yield from sections(option)
+                yield from (option,) if isinstance(option, Part) else sections(option)
                 continue
             key, equals, value = option[2:].partition("=")
             words = [option]
@@ -197,6 +199,18 @@ class CommandLine:
         self._parts.append(part)
         for own in [] if same else early:
             self._add(own)
+
+    def idle(self) -> list[str]:
+        """Keys of options before a file that change nothing, for it says otherwise."""
+        last = max((place for place, part in enumerate(self._given) if not part.is_option), default=0)
+        parts = [*self._around, *self._given[: last + 1]]
+        found: list[str] = []
+        for part in [part for part in self._given[:last][::-1] if part.is_option]:  # arguments before their class
+            without = [own for own in parts if own is not part]
+            with suppress(ConfigError):
+                if CommandLine(without).tree == CommandLine(parts).tree:
+                    parts, found = without, [part.settings[0][0], *found]
+        return list(dict.fromkeys(found))
 
     @contextmanager
     def speaking(self) -> Iterator[None]:

@@ -55,6 +55,9 @@ def fit(argv: Sequence[str]) -> int:
         verbose={"short": "-v", "action": "store_true", "help": "print what runs where, and a line for every client"},
     )
     require(not (options.quiet and options.verbose), "--quiet", "cannot be given together with --verbose")
+    for key in options.given.idle():
+        rule = "changes nothing: a --config behind it says otherwise; give options behind files"
+        say(f"fl-lightning: note: --{key} {rule}")
     with options.given.speaking():
         return _start(config, options.resume, options.overwrite, Loudness(options.quiet, options.verbose))
 

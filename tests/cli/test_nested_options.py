@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cli.test_bad_input import refused
-from fl_lightning import catalog
+from fl_lightning import catalog, config_commands
 from fl_lightning.building import build
 from fl_lightning.command_line import CommandLine
 from fl_lightning.errors import ConfigError
@@ -342,6 +342,30 @@ def test_options_before_their_class_are_said_of_it(argv, arguments):
     """They were dropped in silence, as what a file says of its own class is."""
     method = CommandLine([{"method": {"class_path": "FedCPD", "init_args": {"beta": 1}}}, *argv]).tree["method"]
     assert method == {"class_path": "FedProx", **({"init_args": arguments} if arguments else {})}
+
+
+@pytest.mark.parametrize(
+    ("argv", "idle"),
+    [
+        (["--optimizer.lr", "0.3", {"optimizer": {"init_args": {"lr": 0.1}}}], ["optimizer.lr"]),
+        (["--method", "FedProx", "--method.mu", "1", {"method": "FedAvg"}], ["method", "method.mu"]),
+        (["--data.batch_size", "8", {"optimizer": {"init_args": {"lr": 0.1}}}], []),
+        ([{"optimizer": {"init_args": {"lr": 0.1}}}, "--optimizer.lr", "0.3"], []),
+        (["--federation.rounds", "3", {"seed": 1}, "--federation.rounds", "4"], []),
+    ],
+)
+def test_options_that_a_file_behind_them_overrules_are_named(argv, idle):
+    assert CommandLine(argv).idle() == idle
+
+
+def test_fit_says_what_changes_nothing(tmp_path, monkeypatch, capsys):
+    """It ran with the file's rate, and said nothing."""
+    file = tmp_path / "own.yaml"
+    file.write_text("optimizer: {class_path: SGD, init_args: {lr: 0.1}}")
+    monkeypatch.setattr(config_commands, "_start", lambda *arguments: 0)
+    assert config_commands.fit(["--config", "quickstart", "--optimizer.lr", "0.3", "--config", str(file)]) == 0
+    said = "--optimizer.lr changes nothing: a --config behind it says otherwise; give options behind files"
+    assert capsys.readouterr().err == f"fl-lightning: note: {said}\n"
 
 
 def test_options_before_a_list_of_models_would_change_all_of_them():
