@@ -31,6 +31,8 @@ TABLES = {
     "fedproto/tables/cifar10.yaml": (54, 1, 56),
     "fedproto/tables/shots.yaml": (21, 1, 0),
     "fedproto/tables/lambda.yaml": (6, 1, 0),
+    "pfllib/tables/leaderboard.yaml": (80, 3, 80),
+    "pfllib/tables/heterogeneity.yaml": (80, 3, 80),
     "niid_bench/tables/flower.yaml": (24, 3, 20),
     "niid_bench/tables/fedprox_mu.yaml": (20, 1, 8),
     "niid_bench/tables/splits.yaml": (35, 1, 35),
