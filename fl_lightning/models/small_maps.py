@@ -1,7 +1,7 @@
 """Convolutions that leave a map its size, on maps that are smaller than their kernels.
 
 An MLP's features are maps of 1x1: eight of nine numbers of a 3x3 kernel, and 48 of 49 of a 7x7 one, meet nothing but
-padding there. Their gradient is 0, and they stay as they are.
+padding there. Their gradient is 0 either way.
 """
 
 from __future__ import annotations
