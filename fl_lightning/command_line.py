@@ -11,70 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigError, is_near, require, suggest
-from fl_lightning.reading import UnreadableError, load_yaml, read_yaml
+from fl_lightning.merging import Brief, More, Nothing, Text, class_of, is_same_class, merged, read_value
+from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import names, path_of
 from fl_lightning.short_forms import SHORT_FORMS, long_form
-from fl_lightning.trust import is_known
 
 SECTIONS = (
     "seed", "name", "output", "method", "model", "optimizer", "data", "federation", "metrics", "trainer", "logger"
 )  # fmt: skip
 ENTRY_KEYS = ("class_path", "init_args", "clients")
 """What an entry of a list of models may hold."""
-CLASS_KEYS = {
-    "method": "methods",
-    "model": "models",
-    "data.dataset": "datasets",
-    "data.partition": "partitions",
-    "data.shift": "shifts",
-    "federation.exchange": "exchanges",
-    "federation.server_optimizer": "server_optimizers",
-    "federation.aggregator": "aggregators",
-    "federation.wire": "filters",
-    "federation.selection": "selections",
-    "extra_terms": "terms",
-}
-"""Keys that name a class -> the kind that the package offers for it; the method's terms have keys of their own."""
 OPTIMIZER = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}
-ONE_CLASS = {"optimizer", *CLASS_KEYS} - {"federation.wire", "extra_terms"}
-"""Keys that take one class and nothing else, so that a name alone is one."""
-_NODE = ("class_path", "init_args", "dict_kwargs", "clients")
 _OF_KEYS = ("optimizer", "data", "federation", "trainer")
 """Sections that hold keys, none of which is nothing at all."""
 
 Setting = tuple[str, Any]
 """A dotted key and its value."""
-
-
-class Text(str):
-    """A value as it stands on a command line: a text, or what it says in YAML, as the key expects."""
-
-    __slots__ = ()
-
-    @property
-    def parsed(self) -> Any:
-        """What it says in YAML; the text where that is nothing."""
-        return read_value(self) if self else ""
-
-
-class Brief(dict[str, Any]):
-    """Arguments under their class's key, as options name them: ``--optimizer.lr`` is ``optimizer.init_args.lr``."""
-
-
-class Nothing(dict[str, Any]):
-    """An option's ``{}``: what was said of the mapping before is taken back, where a file's says nothing."""
-
-
-class More(list[Any]):
-    """What an option adds to a list: ``--trainer.callbacks+ Timer``."""
-
-
-class Renamed(dict[str, Any]):
-    """A class that took another one's place, and the arguments of that one, of which it takes what it can."""
-
-    def __init__(self, node: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-        super().__init__(node)
-        self.before = before
 
 
 @dataclass(frozen=True)
@@ -135,7 +87,9 @@ class CommandLine:
         for part in self._parts:
             self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
         own = self.tree.setdefault("optimizer", OPTIMIZER)
-        usual = isinstance(own, Mapping) and ("class_path" not in own or _is_same_class(_path(own), _path(OPTIMIZER)))
+        usual = isinstance(own, Mapping) and (
+            "class_path" not in own or is_same_class(class_of(own), class_of(OPTIMIZER))
+        )
         if usual:  # another class has defaults of its own
             self.tree["optimizer"] = merged(OPTIMIZER, own, "optimizer")
         self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
@@ -174,7 +128,7 @@ class CommandLine:
                 self._name(part, named)
                 return
             if part.section == "optimizer" and not isinstance(part.content, Brief):
-                self._named.setdefault("optimizer", _path(OPTIMIZER))  # of whom a file speaks that names none
+                self._named.setdefault("optimizer", class_of(OPTIMIZER))  # of whom a file speaks that names none
             elif part.section == "model" and self._is_list and part.settings:
                 rule = "`model` is a list here; change its entries, or say --model NAME for one model"
                 raise ConfigError(part.settings[0][0], rule)
@@ -190,7 +144,7 @@ class CommandLine:
         section, name = part.section, str(named) if isinstance(named, str) else ""
         early = (self._early.get(section) or []) if part.is_option else []
         self._early[section] = None if part.is_option else []
-        same = bool(name) and _is_same_class(self._named.get(section, name), name)
+        same = bool(name) and is_same_class(self._named.get(section, name), name)
         if not same:  # a variable may say more of what is named
             self._parts = [earlier for earlier in self._parts if earlier.section != section]
         self._named[section] = name
@@ -334,14 +288,6 @@ def _content(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def read_value(text: str) -> Any:
-    """What a text says in YAML; the text itself where that is nothing."""
-    try:
-        return load_yaml(text)
-    except UnreadableError:
-        return str(text)
-
-
 def is_nested(text: str) -> bool:
     """Whether a text says a list or a mapping in YAML, or, in quotes, a text that does.
 
@@ -361,63 +307,6 @@ def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[Setting]:
             yield from flatten(value, f"{key}.")
         else:
             yield key, value
-
-
-def merged(old: Any, new: Any, key: str) -> Any:
-    """What a later part makes of an earlier one: mappings are laid over each other, all else is replaced.
-
-    Args:
-        old: what was said so far; None for nothing.
-        new: the later part.
-        key: the dotted key of both.
-    """
-    if isinstance(new, More):
-        return [*(old if isinstance(old, list) else [] if old is None else [old]), *new]
-    if isinstance(new, str) and _is_class(new, old, key):
-        new = {"class_path": str(new)}
-    if not isinstance(new, Mapping):
-        return new
-    if isinstance(new, Brief) and isinstance(old, list) and old:
-        ((name, value),) = new.items()
-        index, inside = (int(name), value) if name.isdigit() else (len(old) - 1, new)
-        if index >= len(old):
-            raise ConfigError(f"{key}.{name}", f"the list has {len(old)} entries")
-        return [*old[:index], merged(old[index], inside, f"{key}.{index}"), *old[index + 1 :]]
-    if isinstance(new, Brief) and isinstance(old, str):
-        old = {"class_path": str(old)}
-    before: Mapping[str, Any] = old if isinstance(old, Mapping) else {}
-    if isinstance(new, Nothing) and "class_path" not in before:
-        return {}
-    is_class = key in ONE_CLASS or "class_path" in before
-    if isinstance(new, Brief) and is_class and not any(name in _NODE for name in new):
-        new = {"init_args": new}
-    inherited = {**getattr(before, "before", {}), **getattr(new, "before", {})}
-    renames = "class_path" in new and "class_path" in before and not _is_same_class(*map(_path, (new, before)))
-    if renames and isinstance(before.get("init_args"), Mapping):
-        inherited = {**getattr(before, "before", {}), **before["init_args"], **getattr(new, "before", {})}
-        before = {}
-    whole: dict[str, Any] = {
-        **before,
-        **{name: merged(before.get(name), value, f"{key}.{name}") for name, value in new.items()},
-    }
-    return Renamed(whole, inherited) if inherited else whole
-
-
-def _is_class(name: str, before: Any, key: str) -> bool:
-    """Whether a text names a class: where a key takes one alone, or the one that is there, as a wrapped module."""
-    if key in ONE_CLASS:
-        return not (isinstance(name, Text) and name.parsed is None)
-    return isinstance(before, Mapping) and "class_path" in before and _is_same_class(name, _path(before))
-
-
-def _path(node: Mapping[str, Any]) -> str:
-    return str(node.get("class_path"))
-
-
-def _is_same_class(one: str, other: str) -> bool:
-    """Whether two names are of one class: the last name alone is that of one of ours, Lightning's or torch's."""
-    alike = one.rpartition(".")[2] == other.rpartition(".")[2]
-    return one == other or (alike and all("." not in name or is_known(name) for name in (one, other)))
 
 
 # --- lists of classes -----------------------------------------------------------------------------------------------

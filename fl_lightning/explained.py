@@ -12,9 +12,9 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from fl_lightning import catalog, static
 from fl_lightning.class_names import find_class
-from fl_lightning.command_line import CLASS_KEYS
 from fl_lightning.errors import ConfigError, refuse
 from fl_lightning.federation.flags import IDLE, TRAINER_DEFAULTS
+from fl_lightning.merging import CLASS_KEYS
 from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, trainer_skips
 from fl_lightning.schema import Parameter, classes_of, dataclass_of, parameters
 from fl_lightning.source import UnreadableError

@@ -11,12 +11,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fl_lightning import catalog, static
-from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
+from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.explained import add_own, explain
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
 from fl_lightning.files import expanded
 from fl_lightning.homes import no_option, no_section
+from fl_lightning.merging import Text
 from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, check_names, trainer_skips
 from fl_lightning.reading import dump_yaml
 from fl_lightning.rehearsal import rehearse

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fl_lightning import catalog
-from fl_lightning.command_line import CLASS_KEYS, SECTIONS, CommandLine, Setting, Text
+from fl_lightning.command_line import SECTIONS, CommandLine, Setting
 from fl_lightning.errors import ConfigError, suggest
 from fl_lightning.homes import no_section
+from fl_lightning.merging import CLASS_KEYS, Text
 
 MISPLACED = {
     "trainer.max_epochs": "a client's epochs are set by federation.local_epochs, the run's length by federation.rounds",

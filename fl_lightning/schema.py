@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 from fl_lightning import static
 from fl_lightning.class_names import find_class, path_of, short_names
-from fl_lightning.command_line import Renamed, Text
 from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.merging import Renamed, Text
 from fl_lightning.precheck import check_argument
 from fl_lightning.reading import finite, plain, refuse_class, text, whole
 from fl_lightning.static import StaticClass

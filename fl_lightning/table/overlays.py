@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import ONE_CLASS, SECTIONS, Setting, bare, flatten, is_nested, merged, sections
+from fl_lightning.command_line import SECTIONS, Setting, bare, flatten, is_nested, sections
 from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.merging import ONE_CLASS, merged
 from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import path_of
 
