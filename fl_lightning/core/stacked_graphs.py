@@ -9,7 +9,7 @@ when it is replayed.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,7 +156,7 @@ class FitGraphs:
         return self._phases[index]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Recorded:
     """One recorded step.
 
@@ -167,8 +167,8 @@ class _Recorded:
         outcome: of the step; what is in it moves at every replay.
         losses: [losses, n] the same losses as one tensor; None where they are of several types.
         number: of the fit in which it was recorded.
-        due: the fit in which it is to be compared with the step as it is: at once, in the next one, then after twice as
-            many.
+        due: the fit in which it is to be compared with the step as it is: at once, and in the next one; None where it
+            takes turns with others from then on.
         odd: the last comparisons in which it came to others; another step follows each.
     """
 
@@ -178,7 +178,7 @@ class _Recorded:
     outcome: Outcome
     losses: Tensor | None
     number: int
-    due: int
+    due: int | None
     odd: int = 0
 
     def replay(self, given: Given) -> Outcome:
@@ -190,6 +190,43 @@ class _Recorded:
         if self.losses is not None:
             return self.outcome._replace(logged=dict(zip(logged, self.losses.clone().unbind(), strict=True)))
         return self.outcome._replace(logged={name: value.clone() for name, value in logged.items()})
+
+
+class _Turns:
+    """Which of a phase's recorded steps is compared once each has been in two fits: one of them, ever more rarely.
+
+    What may have changed since, as a number that Python has, is the same in all of them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Recorded] = deque()
+        self._first = self._due = 0
+
+    def is_due(self, found: _Recorded, number: int) -> bool:
+        """Whether a recorded step is to be compared in a fit; one whose turn was missed leaves it to the next."""
+        if found.due is not None:
+            return number >= found.due
+        return number > self._due or (number == self._due and found is self._waiting[0])
+
+    def was_odd(self, found: _Recorded) -> None:
+        """Let all be compared in every step until each comes to the same again."""
+        if found.due is None:
+            for own in self._waiting:
+                own.due = 0
+            self._waiting.clear()
+
+    def was_right(self, found: _Recorded, number: int) -> None:
+        """Let the next one have its turn, when a quarter as many fits have gone by once more."""
+        if found.due == found.number:  # at once: the next fit is another one
+            found.due += 1
+            return
+        if found.due is None:
+            self._waiting.remove(found)
+        self._waiting.append(found)
+        found.due = None
+        self._first = self._first or found.number
+        if number >= self._due:
+            self._due = number + 1 + (number - self._first) // 4
 
 
 @dataclass
@@ -207,6 +244,7 @@ class PhaseGraphs:
     reached: dict[str, set[int]] = field(default_factory=dict)
     _recorded: dict[Hashable, list[_Recorded]] = field(default_factory=dict)
     _seen: Counter[Hashable] = field(default_factory=Counter)
+    _turns: _Turns = field(default_factory=_Turns)
 
     @property
     def has_recorded(self) -> bool:
@@ -244,7 +282,7 @@ class PhaseGraphs:
             if found is None:
                 return work(*given)
             known.append(found)
-        if self.fit.number >= found.due:
+        if self._turns.is_due(found, self.fit.number):
             return self._checked(found, work, given)
         return found.replay(given)
 
@@ -317,11 +355,13 @@ class PhaseGraphs:
         if any(odd):  # maybe by a unit that rounding turns off: what is wrong is so in the steps that follow, too
             torch._foreach_copy_(moving, expected[: len(moving)])
             found.odd += 1
+            self._turns.was_odd(found)
             if found.odd == MOST_ODD:
                 self.fit.all.stop("replayed, a step gives other values than as it is")
             return outcome
         torch._foreach_copy_(moving, there[: len(moving)])
-        found.odd, found.due = 0, 2 * self.fit.number - found.number + 1
+        found.odd = 0
+        self._turns.was_right(found, self.fit.number)
         return again
 
 

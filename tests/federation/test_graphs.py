@@ -500,6 +500,42 @@ def test_what_is_odd_once_or_twice_is_left_out_and_wrong_the_third_time(times, b
     assert bool(tapes[0].replays > 3) is (times < 3)
 
 
+def test_steps_that_were_right_in_two_fits_take_turns_in_being_compared(run_federation, make_data, mlp, monkeypatch):
+    """All of them were, in every fit that was due: half of a run of forty rounds went into that."""
+    check, due = stacked_graphs.PhaseGraphs._checked, {}
+
+    def checked(phase, found, *given):
+        due.setdefault(found, []).append(phase.fit.number)
+        return check(phase, found, *given)
+
+    monkeypatch.setattr(stacked_graphs.PhaseGraphs, "_checked", checked)
+    counts = make_data([[6, 6, 6, 6], [6, 6, 6, 6], [6, 6, 0, 3], [6, 6, 0, 1]])
+    loop = run_federation(lambda: FedAvg(mlp()), 21, data=counts, cohort=4, graph="auto")
+    assert loop.cohort.unrecorded == []
+    assert len(due) >= 3
+    assert all(fits[:2] == [found.number, found.number + 1] for found, fits in due.items())
+    begun = min(found.number for found in due)
+    later = sorted((number, place) for place, fits in enumerate(due.values()) for number in fits[2:])
+    assert [number - begun for number, _ in later] == [2, 3, 4, 6, 8, 11, 14, 18]
+    assert {place for _, place in later} == set(range(len(due)))
+
+
+def test_a_step_whose_turn_it_is_and_that_does_not_come_leaves_it_to_another():
+    turns = stacked_graphs._Turns()
+    one, other = (stacked_graphs._Recorded(None, (), {}, None, None, number=1, due=2) for _ in range(2))
+    for own in (one, other):
+        turns.was_right(own, 2)
+    assert (one.due, other.due) == (None, None)
+    assert [turns.is_due(own, 3) for own in (one, other)] == [True, False]
+    assert turns.is_due(other, 4)
+    turns.was_odd(other)  # what is wrong may be so in both
+    assert (one.due, other.due) == (0, 0)
+    turns.was_right(other, 9)
+    turns.was_right(one, 10)
+    due = [[turns.is_due(own, number) for own in (one, other)] for number in (11, 12, 13)]
+    assert due == [[False, False], [False, True], [True, True]]
+
+
 class Chaotic(FedAvg):
     """How far its steps go hangs on the last digits."""
 
