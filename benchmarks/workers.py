@@ -4,7 +4,8 @@
 
 thousand: 1,000 clients of 50 made-up images, 50 a round, batch 10. twenty: 20 clients of 500, all of them. FedAvg, the
 2 conv + 2 fc CNN, without evaluation, saved nowhere. One worker and two in turns, each in processes of its own; the
-ratio is the median over neighbouring pairs. The processor's seconds tell the work apart from the waiting.
+ratio is the median over neighbouring pairs. The processor's seconds tell the work apart from the waiting. Last, what
+the machine itself gives: two runs of one worker at once, which have nothing to tell each other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,13 @@ def measured(size: int, part: str, rounds: int) -> dict[str, float]:
     return dict(max(found, key=lambda own: float(own["processor"])))
 
 
+def at_once(part: str, rounds: int) -> dict[str, float]:
+    """The figures of the slower of two runs of one worker that go on beside each other."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        found = list(pool.map(measured, (1, 1), (part, part), (rounds, rounds)))
+    return max(found, key=lambda own: own["seconds"])
+
+
 def main() -> None:
     """Measure in turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,13 +94,18 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     options = parser.parse_args()
     for part in options.parts:
-        pairs = [tuple(measured(size, part, options.rounds) for size in (1, 2)) for _ in range(options.pairs)]
-        for size, own in zip((1, 2), zip(*pairs, strict=True), strict=True):
+        runs = [
+            (*(measured(size, part, options.rounds) for size in (1, 2)), at_once(part, options.rounds))
+            for _ in range(options.pairs)
+        ]
+        for kind, own in zip(("1", "2", "1 and 1 at once"), zip(*runs, strict=True), strict=True):
             figures = {name: statistics.median(each[name] for each in own) for name in own[0]}
-            print(f"{part}, {size}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()), flush=True)
+            print(f"{part}, {kind}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()), flush=True)
         for name in ("seconds", "processor"):
-            ratio = statistics.median(one[name] / two[name] for one, two in pairs)
+            ratio = statistics.median(one[name] / two[name] for one, two, _ in runs)
             print(f"{part}: one worker over two, {name}: {ratio:.2f}", flush=True)
+        most = statistics.median(2 * one["seconds"] / both["seconds"] for one, _, both in runs)
+        print(f"{part}: two runs at once over one of them: {most:.2f}", flush=True)
 
 
 if __name__ == "__main__":
