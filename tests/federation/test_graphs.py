@@ -501,7 +501,7 @@ def test_what_is_odd_once_or_twice_is_left_out_and_wrong_the_third_time(times, b
 
 
 def test_steps_that_were_right_in_two_fits_take_turns_in_being_compared(run_federation, make_data, mlp, monkeypatch):
-    """All of them were, in every fit that was due: half of a run of forty rounds went into that."""
+    """All of them were, in every fit that was due: a third of a run of forty rounds went into that."""
     check, due = stacked_graphs.PhaseGraphs._checked, {}
 
     def checked(phase, found, *given):
