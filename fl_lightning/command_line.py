@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -296,6 +298,19 @@ def is_nested(text: str) -> bool:
     """
     said = read_value(text)
     return isinstance(said, (Mapping, list)) or (isinstance(said, str) and said != text and is_nested(said))
+
+
+def as_text(value: Any) -> str:
+    """A value as an option says it; a text that would be read as a list or a mapping stands in quotes.
+
+    >>> [as_text(value) for value in ("cat", "[cat]", [64, 0.5], None, float("inf"))]
+    ['cat', '"[cat]"', '[64, 0.5]', 'null', '.inf']
+    """
+    if isinstance(value, str) and not is_nested(value):
+        return value  # a text, whatever it looks like
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"  # YAML's; JSON has none
+    return json.dumps(value, ensure_ascii=False)
 
 
 def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[Setting]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import CommandLine, is_nested
+from fl_lightning.command_line import CommandLine, as_text
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.homes import no_section
 from fl_lightning.own_sources import is_same
@@ -57,20 +55,12 @@ def said(sources: Sequence[Source], overrides: Mapping[str, Any]) -> CommandLine
 def _options(settings: Mapping[str, Any]) -> Iterator[str]:
     """Options of a command line; a class comes before its arguments, whatever the order of keywords."""
     for key in sorted(settings, key=_rank):
-        yield f"--{key}={_text(plain(settings[key], key))}"
+        yield f"--{key}={as_text(plain(settings[key], key))}"
 
 
 def _rank(key: str) -> tuple[int, bool]:
     """``method.class_path`` names a class as ``method`` does, before ``method.mu``."""
     return key.removesuffix(".class_path").count("."), not key.endswith(".class_path")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False) if is_nested(value) else value  # a text, whatever it looks like
-    if isinstance(value, float) and not math.isfinite(value):
-        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def plain(value: Any, key: str) -> Any:

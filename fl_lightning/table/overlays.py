@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, Setting, bare, flatten, is_nested, sections
+from fl_lightning.command_line import SECTIONS, Setting, as_text, bare, flatten, sections
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.merging import ONE_CLASS, merged
 from fl_lightning.reading import read_yaml
@@ -139,9 +138,8 @@ def option(key: str, value: Any) -> str:
     >>> option("data.dataset.label", "cat"), option("data.dataset.label", "[cat]"), option("model.hidden", [64])
     ('--data.dataset.label=cat', '--data.dataset.label="[cat]"', '--model.hidden=[64]')
     """
-    is_text = isinstance(value, str) and not is_nested(value)
     own = key.removesuffix(".class_path")  # elsewhere a name alone would take the place of all that was said
-    return f"--{own if own in ONE_CLASS else key}={value if is_text else json.dumps(value)}"
+    return f"--{own if own in ONE_CLASS else key}={as_text(value)}"
 
 
 def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) -> Overlay:
