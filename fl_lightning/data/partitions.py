@@ -326,8 +326,8 @@ class NWayKShot(Partition):
         std_n: half width of the range of n_i.
         std_k: half width of the range of k_i.
         stride: distance between two clients' slices; at least k + std_k.
-        test_shots: test samples of each held class under the split `matched` (paper: 40 for MNIST, 15 for FEMNIST and
-            CIFAR-10).
+        test_shots: test samples of each held class under the split `matched` (FedProto's public code: 40 for MNIST, 15
+            for FEMNIST and CIFAR-10).
         tight: whether k_i is uniform in [k - std_k + 1, k + std_k - 2], as the authors' code does for MNIST; k where
             that range is empty.
         slots: whose number starts a slice: the ``client``'s (the authors' code), or its rank among the ``holder``s.

@@ -37,7 +37,7 @@ def holdout(
     test_fraction: float = 0.25,
     validation_fraction: float = 0.0,
 ) -> list[ClientIndices]:
-    """Merge the official parts, share everything out, then cut each client's samples at random (PFLlib, FedCPD).
+    """Merge the official parts, share everything out, then cut each client's samples at random (PFLlib).
 
     A client's test part is `test_fraction` of its samples, rounded, at least 1 where it has two; its training part is
     never empty.
@@ -56,7 +56,7 @@ def holdout(
 def matched(
     partition: Partition, arrays: Arrays, num_clients: int, seed: int, validation_fraction: float = 0.0
 ) -> list[ClientIndices]:
-    """Share the official training part out, and the test part after each client's own class mix (DRDFL, FedProto).
+    """Share the official training part out, and the test part after each client's own class mix (DRDFL).
 
     Raises:
         ConfigError: if there is no official test part, the partition cannot share these labels out, or no client has a

@@ -2,7 +2,8 @@
 
 Liu, Wang, Wang, Yang, Tao, "FedDW: Distilling Weights through Consistency Optimization in Heterogeneous Federated
 Learning", arXiv:2412.04521, 2024: soft labels (equations 4 to 7) and the regulariser L_reg (equation 11). Where the
-equations and the authors' public code differ, each form is a switch; the defaults are the equations.
+equations and the authors' public code differ, each form is a switch; the defaults are the equations, and ours
+where these are silent (labels before the first round; classes that nobody holds). Equation 7 is over participants.
 """
 
 from __future__ import annotations

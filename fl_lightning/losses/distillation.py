@@ -83,7 +83,7 @@ class Distillation:
 
 
 class CrossLayerFusion(nn.Module):
-    """Fuses every level's map with the one above it, top-down (FedCPD, section 3.3).
+    """Fuses every level's map with the one above it, top-down (FedCPD, section 3.3: "from the bottom up").
 
     A^{l,*} = Cv2_l( up(Cv1_{l+1}(A^{l+1})) + Cv1_l(A^l) + Cv3_l(A^l) ), without the first summand at the top level. Cv1
     is 1x1, C_l → M; Cv3 3x3, C_l → M; Cv2 3x3, M → C_l; up is bilinear to level l's size, corners not aligned. Biases,

@@ -47,7 +47,8 @@ class Mixture:
         ema_when: move the class Gaussians once a ``round``, or before every local ``step``.
         class_prior: p(k) of L_cls (Eq. 6): ``uniform``, or the ``local`` label frequency (at least 1e-6).
         posterior_classes: classes in the denominator of L_cls: ``all``, or those ``present`` locally.
-        update_absent: whether the Gaussians of classes that the client does not hold are trained, too.
+        update_absent: whether the Gaussians of classes that the client does not hold are trained, too, as line 10 of
+            Algorithm 1 has it.
     """
 
     likelihood_weight: float = 1.0

@@ -384,7 +384,7 @@ class PrototypeContrast(PrototypeTerm):
     Sends the client's class prototypes (mean embeddings of its own training data), receives the global ones.
 
     Args:
-        weight: β, >= 0. The gradient of a cosine grows as 1/‖z‖: on post-ReLU embeddings 0.01 is a strong weight.
+        weight: β, >= 0. The gradient of a cosine grows as 1/‖z‖.
         temperature: τ, > 0.
         collection: ``post`` averages over the whole training part in eval mode after the fit; ``running`` averages
             the embeddings seen during the last epoch.

@@ -3,7 +3,7 @@
 Guo, Lv, Geng, "Harmonizing Generalization and Personalization in Ring-topology Decentralized Federated Learning", 2025,
 Algorithm 1. ψ (PersonaNet) encodes what tells the client's classes apart, φ (Learngene) what is common to all classes;
 θ decodes both, ω classifies inputs and their noisy reconstructions. Where the paper is silent or contradicts itself,
-the choice is a switch.
+the choice is a switch; not so L_adv, which trains the adversary ϑ alone (line 13 has it train φ, too, and no line ϑ).
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class Updates:
     """Which loss trains what, and in which order.
 
     Args:
-        grad_flow: what L_rec reaches: decoder and both encoders (``elbo``), or the decoder alone (``literal``: line 17
-            of Algorithm 1, under which the Learngene learns nothing of the images); ``full`` is ``elbo`` with the
-            cross-entropy of the noisy reconstruction reaching decoder and encoders, too.
+        grad_flow: what L_rec reaches: decoder and both encoders (``elbo``: equation 3), or the decoder alone
+            (``literal``: line 17 of Algorithm 1, under which the Learngene learns nothing of the images); ``full`` is
+            ``elbo`` with the cross-entropy of the noisy reconstruction reaching decoder and encoders, too.
         update_order: one step a loss in Algorithm 1's order (``sequential``), or one forward and backward pass for all
             (``joint``), which is cheaper and not the same.
         personanet_moments: whether PersonaNet's L_rec step has optimizer moments of its ``own`` or ``shared`` ones with

@@ -14,7 +14,7 @@ from fl_lightning.models.split import SplitModel
 
 
 class FedDW(Method):
-    """FedAvg and, on the classification layer alone, L = L_cla + μ L_reg (equation 12).
+    """FedAvg with a term that reaches the classification layer alone, L_reg (equations 11 and 12).
 
         L = L_cla + μ L_reg
 

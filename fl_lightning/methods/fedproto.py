@@ -2,7 +2,7 @@
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
 2022, Algorithm 1. Where the paper's formulas and its public code differ, each form is a switch. By default prototypes
-are the paper's, with weights that sum to one, and their distance is the public code's: a mean over features.
+are the appendix's, with weights that sum to one, and their distance is the public code's: a mean over features.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class FedProto(Method):
         L = L_ce + λ · mean over samples of d(f(x), C_y),  C_c = Σ_i n_{i,c}/n_c · mean of f_i(x) over class c
 
     Prediction takes the nearest prototype; the classifier's accuracy is logged beside it. Until a prototype was
-    received the classifier predicts. The prototypes that evaluation uses are the last received ones, so the paper's
-    figure (own model, prototypes aggregated in the same round) is `Local-T_received` of the next round, and
-    `final_received` at the end of a run.
+    received the classifier predicts. The prototypes that evaluation uses are the last received ones, so the public
+    code's figure (own model, prototypes aggregated in the same round; the paper names no moment) is `Local-T_received`
+    of the next round, and `final_received` at the end of a run.
 
     Args:
         weight: λ of the prototype term, >= 0; the paper's: 1 (MNIST, FEMNIST), 0.1 (CIFAR-10).
-        distance: form of the prototype term: ``sample_mse``, the public code's, with which λ was tuned;
+        distance: form of the prototype term: ``sample_mse``, the public code's, whose λ are the paper's;
             ``batch_proto_l2``, the main text's L2 distance of class means, summed over classes; or ``sample_sq``, the
             appendix's squared norm, D times the first.
         prototypes: how prototypes are made and averaged.

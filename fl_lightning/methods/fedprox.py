@@ -25,7 +25,7 @@ class FedProx(Method):
     by their weight and takes the plain mean.
 
     Args:
-        mu: μ, >= 0; the paper tunes it over 0.001, 0.01, 0.1 and 1. 0.01 is FedDW's setting.
+        mu: μ, >= 0; the paper tunes it over 0.001, 0.01, 0.1 and 1. 0.01 is that of FedDW's public code.
         extra_terms: terms added to the loss.
     """
 

@@ -22,7 +22,7 @@ class MOON(Method):
     log 2). Both compared models are frozen and in eval mode; the last model never leaves the client.
 
     Args:
-        mu: μ, >= 0; the authors' code has 1, the paper 5 on CIFAR-10 and 1 on CIFAR-100; FedDW uses 5.
+        mu: μ, >= 0; the authors' code has 1, the paper 5 on CIFAR-10 and 1 on CIFAR-100; FedDW's public code 5.
         temperature: τ, > 0.
         previous_models: own last models that are told apart, from 1 to 64.
         projection: size of a projection between body and head, Linear(D, D), ReLU, Linear(D, size): z is its output,

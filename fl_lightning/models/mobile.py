@@ -86,9 +86,9 @@ class MobileNetV2(SplitModel):
     Args:
         input_shape: (channels, height, width) of an image.
         num_classes: number of classes C.
-        width: width multiplier, above 0; 0.5 in FedDW.
+        width: width multiplier, above 0; 0.5 in FedDW's public code.
         last_channels: channels of the last 1x1 convolution, D where there is no mapping; by default 1,280 times the
-            width, but not below 1,280. FedDW's public code has 640 at half width.
+            width, but not below 1,280. That code has 640.
         stem: "cifar" (first convolution with stride 1) or "imagenet" (stride 2).
         mapping: sizes of FedDW's mapping layers between this extractor and the head, e.g. [256, 128]; none by default.
         head_bias: whether the head has a bias (FedDW's has none).

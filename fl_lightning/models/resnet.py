@@ -24,12 +24,12 @@ class ResNet18(SplitModel):
         num_classes: number of classes C.
         stem: "cifar" (3x3 convolution with stride 1, no max-pool) or "imagenet" (7x7 with stride 2, 3x3 max-pool with
             stride 2).
-        stem_strides: strides of the "imagenet" stem's convolution and max-pool; [2, 2] by default. [1, 4] is FedProto's
-            other architecture for clients that differ.
+        stem_strides: strides of the "imagenet" stem's convolution and max-pool; [2, 2] by default. [1, 4] is the
+            other architecture of FedProto's public code for clients that differ.
         mapping: sizes of FedDW's mapping layers between this extractor and the head, e.g. [256, 128]; none by default.
         head_bias: whether the head has a bias (FedDW's has none).
-        pretrained: start layers 1 to 4 from torchvision's ImageNet weights, as FedProto does; stem and head stay
-            random. Needs the weights in torch's cache, or a network to fetch them.
+        pretrained: start layers 1 to 4 from torchvision's ImageNet weights, as FedProto's public code does; stem and
+            head stay random. Needs the weights in torch's cache, or a network to fetch them.
 
     Raises:
         ConfigError: if a sample is no image, a value is out of range, or the pretrained weights cannot be had.

@@ -309,7 +309,7 @@ def test_fedproto_logs_both_inferences(mlp, run_federation):
 
 
 def test_fedproto_received_accuracy_is_that_of_own_models_with_the_newest_prototypes(mlp, run_federation):
-    """The paper's figure: models after their fit, prototypes aggregated in the same round."""
+    """The public code's figure: models after their fit, prototypes aggregated in the same round."""
     loop = run_federation(lambda: FedProto(mlp()), rounds=3)
     accuracies = []
     for client in loop.data.clients:

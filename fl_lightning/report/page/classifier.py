@@ -136,7 +136,7 @@ def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
 
 
 def class_relation(weight: np.ndarray) -> np.ndarray:
-    """CR, the softmax of each row of W Wᵀ (FedDW, equation 3).
+    """The softmax of each row of W Wᵀ: CR (FedDW, equation 3) as equation 11 compares it.
 
     Args:
         weight: [C, D].
