@@ -51,10 +51,10 @@ class Attack:
     Counts, masks, and tensors of one number (steps, push-sum's mass) stay.
 
     The message is made before the wire, so that clipping and compression work on it (``inner_product``: after). An
-    attacker's own state, and its tests, are those of its honest fit; it counts in no mean over clients, and
-    ``attacker`` marks it in `clients.csv`. Its message is looked at like every other one: a strength that takes a
-    parameter beyond `federation.max_growth` makes it sick (`federation.on_client_error`); of ``inner_product`` the
-    round's result is looked at.
+    attacker's own state, and its tests, are those of its honest fit (under ``label_flip`` on flipped labels); it
+    counts in no mean over clients, and ``attacker`` marks it in `clients.csv`. Its message is looked at like every
+    other one: a strength that takes a parameter beyond `federation.max_growth` makes it sick
+    (`federation.on_client_error`); of ``inner_product`` the round's result is looked at.
 
     Without a server a client's own message has a share in what it receives (where the method's rule takes it), and an
     attacker's is the one that it has sent: its next round begins with its own lie in it, beside its neighbours'
