@@ -38,7 +38,7 @@ class Generator:
     """Sizes of the generator; FedPA's public code has 64 and 512 for CIFAR-100.
 
     Args:
-        noise_size: E, the size of ε ~ U(0, 1), >= 1.
+        noise_size: E, the size of ε, >= 1; FedPA draws it from U(0, 1), FedGen from N(0, 1).
         hidden: H, the generator's width, >= 1.
     """
 

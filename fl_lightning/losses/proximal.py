@@ -53,7 +53,7 @@ class Proximal(Term):
     """Pull the weights towards the ones that came in with the last receive (FedProx).
 
     What is held is what the client exchanges of its model: all trainable parameters of a shared model, head and
-    batch-norm scales among them, buffers not; the body alone where heads are private; nothing where nothing is shared.
+    batch-norm scales among them, buffers not; the body alone where heads are private (where all is, it is refused).
     The first step of a round does not feel the term. As a part of the loss it reaches momentum and Adam's moments.
 
     Args:

@@ -36,7 +36,7 @@ def anchor_loss(relations: Float[Tensor, " N"], anchor: Float[Tensor, " N"]) -> 
 
 @dataclass(frozen=True)
 class FadingWeight:
-    """λ_t μ, where λ_t falls from 1 in round 1 to 0 in round L, and stays there.
+    """λ_t μ, where λ_t falls from 1 in round 1 and is 0 after round L.
 
     Args:
         weight: μ, >= 0.

@@ -27,7 +27,7 @@ class APFL(Method):
     `Server-T` is w's.
 
     Args:
-        alpha: α at first, in [0, 1]; 0 is FedAvg's model, 1 Local's.
+        alpha: α at first, in [0, 1]; 0 is the plain mean's model, 1 Local's.
         adaptive: whether α is learnt.
         mixed: ``weights`` (the paper), or ``logits``, as in the authors' code, which steps w first, and α along an
             inner product of other gradients and towards 0.

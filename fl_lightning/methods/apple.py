@@ -28,7 +28,7 @@ class APPLE(PlansRounds, Method):
 
         min_{w_i, p_i} F_i(Σ_j p_ij w_j) + λ_t μ/2 ‖p_i − p⁰‖²,  p⁰_j = n_j/n,  all p_ij = 1/N at first
 
-    λ_t falls from 1 in round 1 to 0 in round L, and stays there: (cos(π(t − 1)/L) + 1)/2, or 10^{−3(t − 1)/L}. In the
+    λ_t falls from 1 in round 1, (cos(π(t − 1)/L) + 1)/2 or 10^{−3(t − 1)/L}, and is 0 after round L. In the
     first round p⁰ is 1/N; later, who has sent nothing yet counts with the others' mean n_j. Batch norm's statistics are
     the client's own. (The authors' code has μ, and starts at p⁰.)
 

@@ -94,7 +94,7 @@ class DisPFL(PlansRounds, Method):
     Client i holds weights w_i and a mask m_i over the parameters of its model. A round: w_i = w̄ · m_i with, value by
     value, w̄ = Σ_j w_j / Σ_j s_j over itself and its neighbours (0 where no s_j is active); train under s_i = m_i, with
     w ← w · s_i after every step; evaluate; send the active values and s_i. Then look for the next mask: in every tensor
-    drop the share r_t of active weights that are smallest, and regrow as many elsewhere,
+    drop the share r_t of active weights that are smallest, and regrow as many of those that are inactive then,
 
         r_t = (a/2) (1 + cos(π t/T)), t = 0, 1, …, and 0 from T on.
 

@@ -33,8 +33,8 @@ class FedBABU(Method):
 
     For an evaluation, a throw-away copy is fine-tuned on the client's own training part: Local-T and Global-T are the
     personalised figures (from the received body right after the receive, from the own one after the fit), Server-T is
-    the paper's "initial" one, the averaged body under h⁰. Without fine-tuning they coincide with it. An evaluation
-    costs its epochs for every client: `federation.evaluate_every` says how often.
+    the paper's "initial" one, the averaged body under h⁰. Without fine-tuning that is what is tested right after the
+    receive, too. An evaluation costs its epochs for every client: `federation.evaluate_every` says how often.
 
     The head is not given to the optimizer. (Public codes zero its gradient, which weight decay and Adam undo.)
 

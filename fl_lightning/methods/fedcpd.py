@@ -1,8 +1,8 @@
 """FedCPD: a shared extractor that remembers its client and agrees with the others on where classes lie.
 
 Jin, Xu, Wang, Hsieh, Wu, Lin, "FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and
-Memory Distillation", IJCAI 2025, Algorithm 1. Without the three terms it is FedRep. The paper gives neither the loss
-weights nor the temperature; the defaults are ours.
+Memory Distillation", IJCAI 2025, Algorithm 1. Without the three terms it is FedRep (whose batch norm does not rest
+while the head is trained). The paper gives neither the loss weights nor the temperature; the defaults are ours.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FedCPD(Method):
 
     L trains the body; the head sees L_ce alone. Message: body and class
     prototypes. In a client's first round there is no teacher, in the first round of all there are no prototypes: that
-    round is FedRep's.
+    round has FedRep's losses.
 
     Args:
         alpha: weight of the prototype alignment, >= 0.

@@ -83,8 +83,10 @@ class FedCRL(Method):
 
     def on_fit_end(self) -> None:
         """θ_i from the fit's mean contrastive loss, for the next receive."""
-        contrast, num_classes = self.contrast[0], int(self.contrast[0].valid.sum())
-        loss = contrast.mean_loss()
+        contrast = self.contrast[0]
+        if not any(term is contrast for term in self.terms):  # without weight it gives way to an extra one: θ stays 1
+            return
+        loss, num_classes = contrast.mean_loss(), int(contrast.valid.sum())
         if num_classes == 1:
             self.global_share.zero_()
         elif loss is not None:

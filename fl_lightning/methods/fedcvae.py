@@ -77,7 +77,7 @@ class FedCVAE(Method):
     Args:
         model: the private classifier C, on images of 8x8 or more; ResNet18 in the paper.
         kl_weight: β, >= 0, beside a reconstruction that is summed over pixels.
-        generated_weight: γ, >= 0; with 0 the classifier trains as Local's.
+        generated_weight: γ, >= 0; with 0 the classifier has Local's loss.
         penalty_weight: ρ, >= 0.
         latent_size: size of a and z, >= 1.
         width: channels of g's first layer, >= 1; what travels grows with its square.

@@ -103,7 +103,8 @@ class FedFed(Method):
     all are. Tests see images as they are.
     q gives [0, 1]: images that come as floats must lie there, for what does not is no part of it.
 
-    Message: w and q; then w alone, with n_i (2·pixels + 1) values up once and those of the other clients down once.
+    Message: w and q; then w, with n_i (2·pixels + 1) values up once (q comes down once more for these) and those of the
+    other clients down once.
 
     Args:
         feature_rounds: rounds of the first phase, >= 0. The paper's are 15, before its 1,000; here they count among

@@ -31,8 +31,8 @@ class FedKD(PlansRounds, Method):
     a matrix that needs all its values.)
 
     Args:
-        energy_start: T_0, in [0, 1]; 1 sends all as it is.
-        energy_end: T_1, in [0, 1].
+        energy_start: T_0, in [0, 1].
+        energy_end: T_1, in [0, 1]; where both are 1 all is sent as it is.
         gradients: ``joint`` trains both by L_t + L_s, as public codes do; ``own`` lets each loss reach its own model
             and, the student's, W, as the paper's gradients have it.
         extra_terms: terms added to L_s.

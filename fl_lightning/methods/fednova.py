@@ -41,9 +41,9 @@ class FedNova(Method):
     a_i is how far a constant gradient of 1 would have brought the client's optimizer, in units of its learning rate,
     in the τ_i optimizer steps that it really made: τ_i for plain SGD and Adam, (τ − ρ(1 − ρ^τ)/(1 − ρ))/(1 − ρ) for
     momentum ρ, (1 − (1 − ημ)^τ)/(ημ) for the proximal term; it is read off the optimizer itself, on a scalar, so that
-    all of them mix. The message is the model and a_i. With equal a_i it is FedAvg, bit for bit. The paper's theory is
-    for SGD; for Adam this is an extension. Batch norm's statistics are averaged plainly: normalising them can make a
-    variance negative.
+    all of them mix. The message is the model and a_i. With equal a_i and the ``normaliser`` it is FedAvg, bit for bit.
+    The paper's theory is for SGD; for Adam this is an extension. Batch norm's statistics are averaged plainly:
+    normalising them can make a variance negative.
 
     Args:
         mu: μ of FedProx's term, >= 0; a `Proximal` among the extra terms does the same.
@@ -114,7 +114,7 @@ class UnitWalk:
 
     Args:
         optimizer: makes the optimizer; its weight decay is left out.
-        pull: ημ: the gradient is 1 + ημ · (distance in those units), FedProx's term towards where it started.
+        pull: ημ: the gradient is 1 − ημ · (distance in those units), FedProx's term towards where it started.
     """
 
     def __init__(self, optimizer: OptimizerFactory, pull: float = 0.0) -> None:
@@ -136,9 +136,10 @@ class UnitWalk:
 
 
 class NormalisedServer(Server):
-    """θ^t = θ^{t−1} + κ (M − θ^{t−1}): M is the mean of the models by n_i/a_i, κ = (Σ p_i τ_eff,i)(Σ p_i/a_i) ≥ 1.
+    """θ^t = θ^{t−1} + κ (M − θ^{t−1}): M is the mean of the models by n_i/a_i, κ = (Σ p_i τ_eff,i)(Σ p_i/a_i).
 
-    The sum of the paper's formula in another order: with equal a_i, M is FedAvg's mean and κ is 1 exactly.
+    The sum of the paper's formula in another order: with equal a_i, M is FedAvg's mean; κ is 1 exactly where
+    τ_eff,i is a_i, and ≥ 1 where it is for unequal ones.
 
     Args:
         initial: as the base's.

@@ -22,7 +22,7 @@ from fl_lightning.models.split import SplitModel
 class FedPHP(PlansRounds, Method):
     """FedAvg beside a private mean p of the client's local models, which teaches every new one.
 
-        L = (1 − λ) L_ce + λ R(w, p),  p ← μ p + (1 − μ) w,  μ = 0.9 · n/N at most
+        L = (1 − λ) L_ce + λ R(w, p),  p ← μ p + (1 − μ) w,  μ = min(0.9, 0.9 · n/N)
 
     after a fit that n others went before, of N that a client makes on average: p starts as the first local model (in
     the first fit R holds to the initial model, as in the authors' code), and moves less from fit to fit. R is the

@@ -633,6 +633,14 @@ def test_drdfl_term_of_weight_0_is_never_asked(
     assert all(t.isfinite().all() for t in loop.runner.pool.get(0).values())
 
 
+@pytest.mark.parametrize("kind", ["GaussianMixture", "KLToStandardNormal", "UniformAdversarial"])
+def test_drdfl_term_of_its_own_among_the_extra_ones_is_refused(small, kind):
+    """Also where its own has no weight and would give way: the classifier's pass has no latents."""
+    rule = rf"^method\.extra_terms: .* is DRDFL's own, with its weight under method\.weights: .*, got '{kind}'"
+    with pytest.raises(ConfigError, match=rule):
+        small(mixture_weight=0.0, kl_weight=0.0, uniform_weight=0.0, extra_terms=[getattr(drdfl, kind)()])
+
+
 def test_drdfl_without_mixture_sends_no_gaussians(small, one_batch, run_federation):
     loop = run_federation(lambda: small(mixture_weight=0), rounds=1, data=one_batch(), optimizer=adam)
     assert loop.diary.sent[1, 0].artifacts == {}

@@ -8,7 +8,7 @@ import torch
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.stopwatch import COLUMNS
-from fl_lightning.losses.prototype import prototype_contrast_loss
+from fl_lightning.losses.prototype import PrototypeContrast, prototype_contrast_loss
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcrl import FedCRL, global_share
 from fl_lightning.methods.local import Local
@@ -140,6 +140,12 @@ def test_messages_hold_model_and_prototypes(mlp, run_federation):
         held = int(loop.data.clients[client].held_classes.sum())
         assert message.num_params == size + held * 5 + held
     assert loop.diary.received[2, 0].num_params == size + 4 * 5
+
+
+def test_an_extra_contrast_in_the_place_of_its_own_leaves_the_share_at_one(mlp, run_federation):
+    loop = run_federation(lambda: FedCRL(mlp(), weight=0.0, extra_terms=[PrototypeContrast(0.5)]), rounds=2)
+    assert loop.diary.rows[1]["loss/prototype_contrast"] > 0
+    assert [float(loop.runner.pool.get(client)["global_share"]) for client in range(4)] == [1.0] * 4
 
 
 @pytest.mark.parametrize("options", [{"weight": -1}, {"temperature": 0}, {"mixing": 1.5}, {"mixing": -0.1}], ids=str)
