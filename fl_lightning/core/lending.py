@@ -139,8 +139,8 @@ class Lending:
 
     Args:
         models: M, how many, >= 1; null for all.
-        exploration: ε, the chance in the first round that a random model takes the place of the most wanted one left,
-            in [0, 1].
+        exploration: ε, the chance that a random model takes the place of the most wanted one left, in [0, 1]: of the
+            first round, in which nothing is lent yet.
         exploration_decay: by how much ε falls from round to round, >= 0.
     """
 

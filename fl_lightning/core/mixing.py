@@ -22,7 +22,7 @@ class Heard(NamedTuple):
     Args:
         sender: 0-based client.
         message: what it sent.
-        share: > 0; the shares of one receiver, its own among them, sum to 1 unless it has just joined.
+        share: >= 0; the shares of one receiver, its own among them where it counts, sum to 1.
     """
 
     sender: int

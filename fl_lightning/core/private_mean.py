@@ -52,6 +52,8 @@ class Clipped(Structured):
 class PrivateMean(Door):
     """r + (Σ clip(v_i) + N(0, z² C²)) / m, with m fixed beforehand and all clients alike.
 
+    Where weights and artifacts are clipped apart, the variance is twice that (`coding.deviations`).
+
     m is the number of clients that are expected in a round, whoever comes: a mean over those who came, or by their
     samples, has no bound on what one client does to it. Sums are exact, so that the result does not depend on order or
     workers; the noise is drawn once, by who closes the round.

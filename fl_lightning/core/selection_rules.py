@@ -22,7 +22,7 @@ class Krum(Aggregator):
 
     Distances are those of weights, where there are any, batch norm's statistics among them (of a chosen client they
     count, too, and must not be a way in); else those of artifacts over what two clients both sent. Of equal scores the
-    first client counts. It takes n >= 2f + 3 participants.
+    first client counts. It takes 2f + 3 participants, and f + `select`, at least.
 
     Args:
         num_byzantine: f, how many may lie: a number, or a share of the participants, rounded up.

@@ -37,10 +37,10 @@ class Attack:
     - ``sign_flip``: r − s (x − r) (Li et al., RSA, with 4: a fifth of such clients makes the mean stand still).
     - ``scale``: r + s (x − r), a boosted update (Bagdasaryan et al., the step of model replacement).
     - ``same_value``: s in every entry (Li et al., RSA).
-    - ``inner_product``: r − s · the unweighted mean of the honest clients' x − r in this round, which all attackers
-      know: they collude and are omniscient (Xie et al., their ε). It is put in between the clients and the exchange
-      once all honest messages have passed the wire. Small s evades rules that go by distance; the mean is
-      turned around above honest/attackers.
+    - ``inner_product``: r − s · the unweighted mean of the honest clients' x − r in this round (its own where no honest
+      one sends any), which all attackers know: they collude and are omniscient (Xie et al., their ε). It is put in
+      between the clients and the exchange once all honest messages have passed the wire. Small s evades rules that go
+      by distance; the mean is turned around above honest/attackers.
     - ``label_flip``: x after training on C − 1 − y instead of y, in all that the client does with its training and
       validation part (Fang et al.). Tests keep their labels.
 

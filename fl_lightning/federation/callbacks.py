@@ -40,10 +40,10 @@ class FederationCallback:
         """One participant has received, fitted and sent."""
 
     def on_round_end(self, loop: Loop, row: dict[str, Any]) -> None:
-        """A round is done, before it is saved; `row` copies its row of `metrics.csv`, None where nothing applies."""
+        """A round is done, before it is saved; `row` copies its row of `metrics.csv`, without its empty cells."""
 
     def on_run_end(self, loop: Loop, summary: dict[str, Any]) -> None:
-        """All rounds are done."""
+        """All rounds are done, or the run has ended early; `summary` is what the last receive scored, by column."""
 
 
 HOOKS = tuple(name for name in vars(FederationCallback) if not name.startswith("_"))

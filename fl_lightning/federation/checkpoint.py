@@ -33,8 +33,8 @@ class CheckpointPolicy:
             that saves nothing at all.
         seconds: > 0; the first round to end so many seconds after a checkpoint is saved, too. null leaves that out.
         keep: newest checkpoints that are kept, >= 1.
-        models: whether each client's own trained model is kept at the end (`models/`), so that `evaluate` can compute
-            Local-T again: ``auto`` keeps them if they take less than 1 GiB together.
+        models: whether each client's own trained model is kept at the end of `rounds` (`models/`), so that
+            `evaluate` can compute Local-T again: ``auto`` keeps them if they take less than 1 GiB together.
     """
 
     every: int = 1

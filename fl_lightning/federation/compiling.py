@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def compile_steps(runner: Runner, is_main: bool) -> None:
-    """Let the local steps of all architectures be compiled, as far as they can be.
+    """Let the local steps of all architectures be compiled, or of none.
 
     Args:
         runner: the resident modules.
@@ -26,7 +26,9 @@ def compile_steps(runner: Runner, is_main: bool) -> None:
         if is_main:
             say(f"fl-lightning: federation.compile: {method} runs as it is: {reason}")
 
-    reason = next(filter(None, (why_not(module.method) for module in runner.modules)), "")
+    size, reason = runner.data.batch_size, next(filter(None, (why_not(module.method) for module in runner.modules)), "")
+    if not reason and (size < 2 or size > int(runner.data.num_train.max())):
+        reason = "mini-batches of one are not compiled" if size < 2 else f"no client has a mini-batch of {size} samples"
     if reason:
         tell(reason)
         return
@@ -35,4 +37,4 @@ def compile_steps(runner: Runner, is_main: bool) -> None:
     # Where torch.compile leaves a function, in the middle of a term, it looks at gradients that nobody has.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
     for module in runner.modules:
-        module.compiled = CompiledLosses(runner.data.batch_size, tell)
+        module.compiled = CompiledLosses(size, tell)

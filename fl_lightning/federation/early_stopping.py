@@ -20,8 +20,9 @@ class EarlyStopping:
 
     Args:
         monitor: a column of `metrics.csv` on the validation parts, e.g. ``Local-V``, ``Server-V``,
-            ``eval_loss/Local-V_received``, ``Local-V_worst10``; null takes Local-V. Never one on the test parts. Where
-            `data.evaluate_on` is validation, all figures are on the validation parts.
+            ``eval_loss/Local-V_received``, ``Local-V_worst10``; null takes the first there is of
+            Local-V, Local-V_received and Server-V. Never one on the test parts. Where `data.evaluate_on` is validation,
+            all figures are on the validation parts, and null takes the like of Local-T.
         patience: evaluated rounds without a better value after which the run ends, >= 1.
         min_delta: by how much more a value must be better to count, >= 0.
         mode: whether more is better (``max``) or less (``min``); ``auto`` knows accuracies, losses and errors.
@@ -103,7 +104,7 @@ def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bo
         rule = "watches validation parts, and there are none: set data.validation_fraction above 0"
         if any(map(is_score, columns)):
             raise ConfigError(KEY, rule)
-        raise ConfigError(KEY, "watches evaluations, and federation.evaluate switches all of them off")
+        raise ConfigError(KEY, "watches evaluations, and there are none: federation.evaluate switches them off")
     wanted = settings.monitor or next((name for name in WATCHED if name in allowed), allowed[0])
     if wanted in columns and is_score(wanted) and wanted not in allowed:
         there = validated(wanted) if validated(wanted) in allowed else "Local-V"

@@ -283,7 +283,8 @@ class Evaluator:
         broken: dict[str, list[Tensor]] = {name: [] for name in found}
         with training(module, False), self.context():
             embeddings = None
-            for index, part in enumerate(indices.split(self.batch_size)[first::step]):
+            chunks = indices.split(self.batch_size)[first::step] if len(indices) else ()  # no model is asked of nothing
+            for index, part in enumerate(chunks):
                 x, y = self.data.store.gather(part)
                 seen = Seen(x)
                 if keeps is not None and index == 0:

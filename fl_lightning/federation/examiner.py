@@ -106,10 +106,19 @@ class Examiner:
         names = [f"{measure}/Server-{part.letter}".lstrip("/") for part in self.parts for measure in measures]
         return sorted(names, key=lambda name: (is_measure(name), names.index(name)))
 
+    @property
+    def tests_server(self) -> bool:
+        """Whether there is a global model, and it is asked for."""
+        return self.policy.server and self.has_global_model and self.exchange.global_message() is not None
+
+    def may_fill(self, column: str) -> bool:
+        """Whether a column of `metrics.csv` can have a value: that of a global model needs one."""
+        return self.tests_server or column not in self.server_columns
+
     def server_scores(self) -> dict[str, float | None]:
         """Figures of the present global model, by column; None where there is none."""
         scores: dict[str, float | None] = dict.fromkeys(self.server_columns)
-        if not self.has_global_model or self.exchange.global_message() is None:
+        if not self.tests_server:
             return scores
         way = str(headline(self.runner.modules[0].predictors, "Server-T"))
         for part, outcomes in zip(self.parts, self.global_outcomes(), strict=True):
@@ -219,7 +228,7 @@ class Examiner:
         """The accuracies of an evaluated round, by column."""
         self.test_strangers(round)
         row = self.board.figures(participants, self.calendar.is_evaluated(round - 1))
-        return {**row, **(self.server_scores() if self.policy.server else dict.fromkeys(self.server_columns))}
+        return {**row, **self.server_scores()}
 
     def receive_once_more(
         self, holders: Mapping[int, int], inbox: Callable[[int], Message], round: int

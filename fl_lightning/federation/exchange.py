@@ -114,7 +114,7 @@ class Exchange(ABC):
         Args:
             aggregator: the rule.
             template: a client.
-            participants: of the smallest round in which nobody fails.
+            participants: of the first round in which nobody fails, on average where they are drawn singly.
             heard: what clients receive of a message that the server sends in a round.
 
         Raises:
@@ -238,6 +238,7 @@ class Star(Exchange):
         rule = f"{type(self.server).__name__}.message must be a Message once it is set up"
         require(isinstance(given, Message), "method", rule, type(given).__name__)
         self._is_ours = is_known(type(self.server).__module__)
+        self._tells_left_out = not self._is_ours  # once
         self._shapes = {name: tensor.shape for name, tensor in self.server.message.weights.items()}
         self._rules = [rule() for rule in self.server.rules.values()]
         self.increments = self.server.increments
@@ -334,9 +335,9 @@ class Star(Exchange):
             shape = self._shapes.get(name, tensor.shape)
             rule = f"{who} must send {name!r} as {tuple(shape)}, as clients share it"
             require(tensor.shape == shape, "method", rule, tuple(tensor.shape))
-        left_out = [name for name in self._shapes if name not in weights] if weights and not self._is_ours else []
+        left_out = [name for name in self._shapes if name not in weights] if weights and self._tells_left_out else []
         if left_out:
-            self._is_ours = True  # said once
+            self._tells_left_out = False
             say(
                 f"fl-lightning: {who} sends no {left_out[0]!r}, which clients share: they start from what it was in "
                 "the beginning, round after round, unless they keep it"

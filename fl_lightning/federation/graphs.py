@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -43,8 +44,8 @@ class DirectedGraph(Peers):
         redraw: draw neighbours anew for every round; false draws them once, one of each client's along a circle of all
             who are there, so that everybody is reached.
         edges: a fixed graph instead, as pairs [sender, receiver]. Push-sum needs a way back along each of them, or mass
-            would only leave its sender; a client without edges trains alone. One that joins or comes back while all its
-            neighbours were out hears others, who are drawn.
+            would only leave its sender; a client without edges goes on alone, from its message as the wire left it. One
+            that joins or comes back while all its neighbours were out hears others, who are drawn.
         mixing: ``push_sum``, or ``uniform``: the plain mean of the own and the heard, whose limit is not the mean.
     """
 
@@ -87,7 +88,8 @@ class DirectedGraph(Peers):
                 way = f"under push-sum there must be a way back from client {receiver} to client {sender}, whose mass"
                 allowed = f"{way} would only drain (or take mixing: uniform)"
                 require(sender in reached[receiver], "federation.exchange.edges", allowed, [sender, receiver])
-        self._circle, self._more = self._fixed_edges()
+        drawn_once = self.edges is None and not self.redraw
+        self._circle, self._more = self._fixed_edges() if drawn_once else ([], [])
         self.mass: dict[int, float] = {}
         """Client -> its push-sum weight μ, where it is not 1."""
 
@@ -128,15 +130,33 @@ class DirectedGraph(Peers):
         circle = numpy_generator(self.seed, "exchange/graph").permutation(self.num_clients).tolist()
         more = []
         for client, follower in zip(circle, [*circle[1:], circle[0]], strict=True):
-            others = [other for other in everybody if other != follower]
-            more += [(client, other) for other in self._draw("graph", 0, client, others, self.degree - 1)]
+            others = self._draw("graph", 0, client, everybody, self.degree - 1, but=follower)
+            more += [(client, other) for other in others]
         return circle, more
 
-    def _draw(self, purpose: str, round: int, client: int, among: Iterable[int], count: int) -> list[int]:
-        """So many of the others, without replacement; depends on seed, round, client and who is there alone."""
-        others = [other for other in among if other != client]
-        rng = numpy_generator(self.seed, f"exchange/{purpose}", round, client)
-        return [int(other) for other in rng.choice(others, min(count, len(others)), replace=False)]
+    def _draw(
+        self, purpose: str, round: int, client: int, among: Sequence[int], count: int, but: int | None = None
+    ) -> list[int]:
+        """So many of the others, without replacement; depends on seed, round, client and who is there alone.
+
+        Args:
+            purpose: of the random stream.
+            round: 1-based.
+            client: 0-based.
+            among: in ascending order; no list of the others is made of it, for there may be many clients.
+            count: how many; fewer where fewer are there.
+            but: one more that is left out.
+        """
+        gaps = []
+        for own in sorted({client, client if but is None else but}):
+            place = bisect_left(among, own)
+            gaps += [place] if place < len(among) and among[place] == own else []
+        others = len(among) - len(gaps)
+        drawn = numpy_generator(self.seed, f"exchange/{purpose}", round, client)
+        places = drawn.choice(others, min(count, others), replace=False).tolist() if others else []
+        for gap in gaps:
+            places = [place + (place >= gap) for place in places]
+        return [among[place] for place in places]
 
     @override
     def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:

@@ -122,7 +122,8 @@ class FederatedLoop:
         self.advice: Callable[[], str] = partial(_advice, self.checkpoints is not None)
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
-        self.patience = Patience(settings.early_stopping, self.row_columns, data.evaluate_on == "validation", late)
+        filled = [name for name in self.row_columns if self.examiner.may_fill(name)]
+        self.patience = Patience(settings.early_stopping, filled, data.evaluate_on == "validation", late)
 
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
@@ -167,7 +168,8 @@ class FederatedLoop:
 
         Args:
             number: the signal by which somebody asked; a process that ran the loop alone ends with 128 + this number.
-                0 for none: the run ends as if this had been its last round.
+                0 for none: the run ends, whole, with this round, which is evaluated, and its models kept, only where it
+                would have been anyway.
             reason: of the latter.
         """
         self.agreement.ask(number, reason)

@@ -255,8 +255,8 @@ class Ring(Peers):
     """A ring without a server: client m hears from client m − 1 (mod N), or from both sides.
 
     A client that is out of a round is skipped: its successor hears from the nearest predecessor that is there. A client
-    that takes part for the first time is inserted: it hears from its nearest predecessor of the round before. Who would
-    hear only itself hears nothing.
+    that takes part for the first time is inserted: it hears from its nearest predecessor of the round before. Who is
+    alone goes on from its own message, as the wire left it.
 
     Args:
         schedule: ``parallel`` lets all exchange at the end of a round, so that everybody hears at the start of the next

@@ -37,7 +37,8 @@ class ClipAndNoise(MessageFilter):
     no such vector can be made are refused.
 
     At the ``server`` (central): the server is trusted with the clipped messages; what leaves it is r + (Σ clip(v) +
-    N(0, z²C²))/m, one draw a round, m the number of clients that a round expects, whoever comes. ε is for what all
+    N(0, z²C²))/m, one draw a round, m the number of clients that a round expects, whoever comes; of messages with
+    weights and artifacts, which are clipped apart, 2 z²C² for either. ε is for what all
     rounds' means say of one client that is there or not. With `federation.sampling` ``poisson`` taking part by chance
     makes it smaller; otherwise who takes part counts as known.
     At the ``client`` (local): each message gets noise of standard deviation z C of its own before anybody sees it, and

@@ -65,7 +65,7 @@ class Federation:
         evaluate: what is evaluated.
         early_stopping: ends the run once a figure on the validation parts has not become better for some time; null
             runs all rounds.
-        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
+        evaluate_every: rounds between evaluations, >= 1; the last of `rounds` is always evaluated.
         exchange: how messages travel; null takes the method's own way (mostly a star around a server).
         server_optimizer: what the server makes of the mean of the weights; null takes the mean itself.
         aggregator: what the server makes of a round's messages where some clients may lie; null takes the mean.
@@ -105,7 +105,8 @@ class Federation:
             without modules, autograd and `vmap` deciding anew what they are. ``auto`` and true do so; what cannot be
             recorded runs as it is, and one line says why. Numbers agree but for rounding.
         compile: compile local steps with torch.compile, once for all clients and rounds, where the method's step is the
-            usual one; numbers agree but for rounding. What cannot be compiled runs as it is, and one line says why.
+            usual one; numbers agree but for rounding. What cannot be compiled (any of several architectures, then none)
+            runs as it is, and one line says why; so does a smaller last mini-batch.
         recall: MiB that a client may keep, during a phase of several epochs, of what networks at rest (a teacher, the
             model that came in, a frozen body) made of its samples, >= 0: made once a sample then, and not once an
             epoch. Numbers agree but for rounding; 0 makes them anew. Augmented samples are.
@@ -161,7 +162,13 @@ class Federation:
         check_workload(self.local_epochs, self.local_steps)
         require(0 < self.lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", self.lr_decay)
         require(self.evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", self.evaluate_every)
-        require_choices("federation", on_client_error=(self.on_client_error, Literal["stop", "skip"]))
+        require_choices(
+            "federation",
+            on_client_error=(self.on_client_error, Literal["stop", "skip"]),
+            init=(self.init, Literal["common", "own"]),
+            pool=(self.pool, Literal["memory", "disk"]),
+        )
+        require(self.graph in (None, True, False, "auto"), "federation.graph", "must be auto, true or null", self.graph)
         grows = 1 < self.max_growth < float("inf")
         require(grows, "federation.max_growth", "must be > 1 and finite", self.max_growth)
         require(self.steps_per_bundle >= 1, "federation.steps_per_bundle", "must be >= 1", self.steps_per_bundle)

@@ -74,9 +74,9 @@ def check_workload(epochs: Number | Draw, steps: int | Draw | None) -> None:
     require(0 < least < float("inf"), "federation.local_epochs", "must be > 0", least)
     if steps is None:
         return
-    whole = all(isinstance(value, int) for value in steps.values) if isinstance(steps, Draw) else True
-    least = steps.least if isinstance(steps, Draw) else steps
-    require(whole and least >= 1, "federation.local_steps", "must be whole numbers of mini-batches >= 1", least)
+    for number in steps.values if isinstance(steps, Draw) else [steps]:
+        whole = isinstance(number, int) and number >= 1
+        require(whole, "federation.local_steps", "must be whole numbers of mini-batches >= 1", number)
     require(epochs == 1, "federation.local_steps", "takes the place of federation.local_epochs; leave one out", steps)
 
 

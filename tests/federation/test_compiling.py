@@ -93,6 +93,15 @@ def test_step_of_a_method_s_own_runs_as_it_is(mlp, both, capsys):
 
 
 @pytest.mark.parametrize(
+    ("size", "said"), [(1, "mini-batches of one are not compiled"), (99, "no client has a mini-batch of 99 samples")]
+)
+def test_mini_batches_that_are_never_compiled_are_said(size, said, mlp, make_data, set_up_federation, capsys):
+    loop = set_up_federation(lambda: FedAvg(mlp()), data=make_data(batch_size=size), compile=True)
+    assert loop.runner.modules[0].compiled is None
+    assert capsys.readouterr().err == f"fl-lightning: federation.compile: FedAvg runs as it is: {said}\n"
+
+
+@pytest.mark.parametrize(
     ("run", "said"),
     [
         (lambda *given: 1 / 0, "it cannot be compiled (ZeroDivisionError: division by zero)"),

@@ -71,7 +71,7 @@ def test_nothing_is_seen_between_evaluations():
         ({"monitor": "loss"}, COLUMNS, "federation.early_stopping.monitor: there is no such column"),
         ({"monitor": "Local-W"}, COLUMNS, "federation.early_stopping.monitor: there is no such column; did you mean L"),
         ({}, ["round", "Local-T"], "federation.early_stopping: watches validation parts, and there are none: set data"),
-        ({}, ["round", "loss"], "federation.early_stopping: watches evaluations, and federation.evaluate switches"),
+        ({}, ["round", "loss"], "federation.early_stopping: watches evaluations, and there are none: federation"),
     ],
 )
 def test_what_cannot_be_watched_is_refused_in_one_line(options, columns, line):
@@ -92,6 +92,27 @@ def test_a_run_without_a_validation_part_is_refused_before_it_begins(mlp, set_up
     off = {"early_stopping": EarlyStopping(), "evaluate": EvaluationPolicy(validation=False)}
     with pytest.raises(ConfigError, match=r"validation"):
         set_up_federation(lambda: FedAvg(mlp()), data=make_data(validation_fraction=0.25), **off)
+
+
+@pytest.mark.parametrize(
+    ("method", "monitor", "policy", "line"),
+    [
+        (FedRep, "Server-V", {}, "federation.early_stopping.monitor: there is no such column"),
+        (FedAvg, "Server-V", {"server": False}, "federation.early_stopping.monitor: there is no such column"),
+        (FedRep, None, {"trained": False, "received": False}, "federation.early_stopping: watches evaluations, and"),
+    ],
+)
+def test_a_global_model_that_is_not_there_is_not_watched(
+    mlp, set_up_federation, make_data, method, monitor, policy, line
+):
+    """It ended the run after as many rounds as were waited for."""
+    options = {"early_stopping": EarlyStopping(monitor), "evaluate": EvaluationPolicy(**policy)}
+    with pytest.raises(ConfigError, match="^" + line):
+        set_up_federation(lambda: method(mlp()), data=make_data(validation_fraction=0.25), **options)
+    clients = {"trained": False, "received": False}
+    options = {"early_stopping": EarlyStopping(), "evaluate": EvaluationPolicy(**clients)}
+    loop = set_up_federation(lambda: FedAvg(mlp()), data=make_data(validation_fraction=0.25), **options)
+    assert loop.patience.monitor == "Server-V"
 
 
 @pytest.fixture

@@ -103,6 +103,20 @@ def test_client_without_test_samples_has_a_global_accuracy_only(make_data, evalu
     assert 0 <= scores["Global-T"] <= 1
 
 
+def test_no_model_is_asked_of_a_part_without_samples(make_data, evaluated, mlp):
+    """Many a network of one's own cannot: `x.view(len(x), -1)`."""
+    data = make_data(counts=((1, 0, 0, 0), (8, 8, 8, 8), (4, 4, 0, 0), (0, 0, 4, 4)), validation_fraction=0.2)
+    assert (data.num_test[0], data.num_validation[0]) == (0, 0)
+    _, evaluator, module = evaluated(data=data, evaluate=EvaluationPolicy(globally=False))
+    asked = []
+    module.method.model.body.register_forward_pre_hook(lambda body, given: asked.append(len(given[0])))
+    scores = evaluator.client(module, 0, "trained")
+    assert np.isnan(scores["Local-T"])
+    assert np.isnan(scores["Local-V"])
+    assert evaluator.client(module, 1, "trained")["Local-V"] >= 0
+    assert min(asked) > 0
+
+
 def test_evaluation_leaves_module_and_random_streams_alone(conv_net, evaluated, assert_identical):
     """Dropout and batch norm stand still; the mode comes back as it was."""
     _, evaluator, module = evaluated(lambda: FedAvg(conv_net()))

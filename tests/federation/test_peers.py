@@ -23,6 +23,7 @@ from fl_lightning.methods.fedgh import FedGH
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fesem import FeSEM
+from fl_lightning.seeding import numpy_generator
 
 pytestmark = pytest.mark.usefixtures("plain_convolutions")
 
@@ -344,6 +345,17 @@ def test_fifty_clients_on_a_random_directed_graph_converge_to_their_mean(redraw,
     assert max(abs(value - u.mean().item()) for value in z) < 1e-6
     assert sum(exchange.mass.values()) == pytest.approx(50)
     assert max(exchange.mass.values()) > 1.1  # without dividing by it, nobody would be near the mean
+
+
+@pytest.mark.parametrize("live", [range(9), [0, 2, 3, 7], [5]])
+def test_neighbours_are_drawn_as_from_a_list_of_the_others(live):
+    """Which is not made: of a million clients it would take a minute a round."""
+    exchange = connected(DirectedGraph(), 9)
+    for client in range(9):
+        others = [other for other in live if other != client]
+        rng = numpy_generator(0, "exchange/join", 4, client)
+        drawn = rng.choice(others, min(3, len(others)), replace=False).tolist() if others else []
+        assert exchange._draw("join", 4, client, live, 3) == drawn
 
 
 def test_push_sum_weight_is_one_where_as_many_hear_as_are_heard():

@@ -41,6 +41,9 @@ def test_sections_of_two_federations_are_their_own():
         ("threads", 0, "must be from 1 to 1024"),
         ("recall", -1, "must be >= 0 MiB"),
         ("worker_timeout", 4.9, "must be >= 5 seconds"),
+        ("init", "onw", "must be one of common, own"),
+        ("pool", "dsk", "must be one of memory, disk"),
+        ("graph", "foo", "must be auto, true or null"),
     ],
 )
 def test_federation_refuses(option, value, rule):

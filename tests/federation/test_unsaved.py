@@ -437,12 +437,20 @@ def test_what_neither_comes_nor_is_kept_is_what_it_was_in_the_beginning(mlp, set
         assert all(torch.equal(own, runs[1][key][name]) for name, own in weights.items()), key
 
 
-def test_what_is_for_one_client_is_not_put_into_the_message_for_all(mlp, set_up_federation):
+class TellsLater(KeepsTheHead):
+    """Does so from the second round on, once it has been said that it leaves weights out."""
+
+    def message_for(self, client):
+        return TellsInPlace.message_for(self, client) if self.round > 1 else self.message
+
+
+@pytest.mark.parametrize(("server", "rounds"), [(TellsInPlace, 1), (TellsLater, 3)])
+def test_what_is_for_one_client_is_not_put_into_the_message_for_all(mlp, set_up_federation, server, rounds):
     """A filter on the way down heard it once, and told all what was the first one's."""
-    loop = set_up_federation(lambda: with_server(TellsInPlace)(mlp()), rounds=1)
+    loop = set_up_federation(lambda: with_server(server)(mlp()), rounds=rounds)
     loop.callbacks.clear()  # which asks for itself
     with pytest.raises(
-        ServerError, match=r"TellsInPlace\.message_for\(\) changes self\.message, which others hear, too"
+        ServerError, match=rf"{server.__name__}\.message_for\(\) changes self\.message, which others hear, too"
     ):
         loop.run()
 

@@ -170,6 +170,10 @@ def test_terms_that_average_over_an_epoch_need_it_whole(mlp, set_up_federation, 
     [
         ({"local_epochs": -0.5}, "federation.local_epochs: must be > 0, got -0.5"),
         ({"local_steps": 0}, "federation.local_steps: must be whole numbers of mini-batches >= 1, got 0"),
+        (
+            {"local_steps": Draw(choice=[1, 2.5])},
+            "federation.local_steps: must be whole numbers of mini-batches >= 1, got 2.5",
+        ),
         ({"local_steps": 5, "local_epochs": 2}, "federation.local_steps: takes the place of federation.local_epochs"),
         ({"local_steps": 5, "trainer": {"limit_train_batches": 2}}, "federation.local_steps: trainer.limit_train_"),
         ({"local_epochs": 0.5, "trainer": {"max_steps": 2}}, "federation.local_epochs: trainer.max_steps"),
