@@ -90,7 +90,8 @@ def attentions(lines: Sequence[Series], held: str, trust: Trust) -> Iterator[Fig
     nobody = "none of the methods' networks has a convolution over images"
     require(bool(len(rows)), OPTION, nobody, ", ".join(str(line.runs[0].path) for line in lines))
     text = (
-        f"Test images of class {held}, one of each client, and where its trained networks look at it (Grad-CAM at the "
+        f"Test images of class {held}, one of each of the first {MOST_CLIENTS} clients that have one, and where its "
+        "trained networks look at it (Grad-CAM at the "
         "last convolution): red is most. A classifier's map follows the class's logit, an encoder's half the squared "
         "norm of its output. Agreement is the mean correlation of two clients' maps of the same image."
     )

@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Exits with 0 when all went well, 1 when `evaluate` finds other figures, or tables, than the run wrote down, when
-    `compare` finds two runs different, when a worker was lost or a client fell sick (`federation.on_client_error`), 2
+    `compare` finds two runs different, when a worker was lost, a client fell sick (`federation.on_client_error`), a run
+    of a table or a search failed, or a file of the user's own raised, 2
     on bad input or where a file takes no more, that of the standard output as well (one line on stderr), 128 + the
     number of the signal that stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1.
     The first signal stops `fit` once the present round is saved, the second at once.

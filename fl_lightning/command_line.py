@@ -112,6 +112,7 @@ class CommandLine:
                 del waiting[0]
             section = key.rstrip("+").partition(".")[0]
             if option.startswith("--") and key == "config":
+                require(bool(value), key, "needs a file: --config FILE")
                 yield from sections(_content(Path(value)))
             elif option.startswith("--") and section in SECTIONS and not key.endswith(".help"):
                 if len(words) == 1 and not equals and key not in SHORT_FORMS:

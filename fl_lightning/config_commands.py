@@ -196,7 +196,7 @@ def partition(argv: Sequence[str]) -> int:
         data.setup(config["seed"])
     counts = data.class_counts()
     title = data.title(config["seed"])
-    table = partition_table(counts, data.num_test[: len(counts)].tolist(), data.arrays.classes)
+    table = partition_table(counts, data.num_test[: len(counts)].tolist(), data.arrays.classes, data.evaluate_on)
     print_table(table)
     if len(counts) < data.num_clients:
         print(f"the first {len(counts)} of {data.num_clients} clients")

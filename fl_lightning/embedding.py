@@ -80,8 +80,8 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
         return
     text = (
         "Test samples as their own client's model embeds them, and the prototypes that the federation shares, where it "
-        f"shares any of that size: t-SNE, perplexity {PERPLEXITY:.0f}, at most {MOST_SAMPLES} samples of the line's "
-        "first run. Distances between far clusters mean nothing."
+        f"shares any of that size: t-SNE, perplexity {PERPLEXITY:.0f}, {MOST_SAMPLES} samples of the line's first "
+        "run at most (of more clients one each). Distances between far clusters mean nothing."
     )
     text += " There are twenty colours: classes that are twenty apart have the same." if len(names) > 20 else ""
     heads = {"label": "run", "kind": "point", "held": "class", "client": "client", "x": "t-SNE 1", "y": "t-SNE 2"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fl_lightning import catalog
 from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, suggest
@@ -24,15 +26,21 @@ _OF_TABLES = ("base", "columns", "goal", "rows", "space", "title")
 """Keys that only files of tables and searches have."""
 
 
-def no_section(key: str) -> ConfigError:
-    """The error about a key of a section that there is none of."""
+def no_section(key: str, options: Sequence[str] = ()) -> ConfigError:
+    """The error about a key of a section that there is none of.
+
+    Args:
+        key: dotted.
+        options: what else the command has, which is no section.
+    """
     name = key.partition(".")[0]
     if name in _OF_TABLES:
         return ConfigError(key, "belongs to the file of a table or a search: fl-lightning table FILE, or tune FILE")
     owners = (section for section, owner in catalog.GROUPS.items() if name in (catalog.options(owner) or ()))
     meant = _MEANT.get(name) or next((f"{section}.{name}" for section in owners), None)
-    hint = suggest(name, SECTIONS) if meant is None else f"did you mean {meant}?"
-    return ConfigError(key, f"there is no such section; {hint}")
+    hint = suggest(name, (*SECTIONS, *options)) if meant is None else f"did you mean {meant}?"
+    what = "section or option" if options and meant is None else "section"
+    return ConfigError(key, f"there is no such {what}; {hint}")
 
 
 def no_option(word: str) -> ConfigError | None:

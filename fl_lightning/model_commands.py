@@ -13,8 +13,8 @@ from fl_lightning.trust import Trust
 
 PREDICT = (
     "Predict the classes of new samples by a client's model, all clients' or the global one, normalised as in "
-    "training. DATA is a folder of images or one image, .npz or .pt (x), a table (.csv, .tsv, .jsonl), or .txt (a text "
-    "a line). The run's data set must be there."
+    "training. DATA is a folder of images or one image, .npz or .pt (x), a table (.csv, .tsv, .jsonl, .ndjson), or "
+    ".txt (a text a line). The run's data set must be there."
 )
 EXPORT = (
     "Write a client's model, or the global one, as ONNX (.onnx; extra `export`) or TorchScript (.pt, .ts). It takes "

@@ -93,7 +93,7 @@ def check_options(words: Sequence[str], known: Sequence[str]) -> None:
     for word in words:
         key = word.partition("=")[0].removeprefix("--")
         if word.startswith("--") and key not in known:
-            raise no_section(key)
+            raise no_section(key, [own for own in known if own not in SECTIONS])
         if not word.startswith("--") and (error := no_option(word)) is not None:
             raise error
 

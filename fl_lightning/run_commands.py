@@ -149,5 +149,5 @@ def audit(argv: Sequence[str]) -> int:
     attack = Attack(options.steps, options.objective, options.lr, options.variation)
     trust = Trust(tuple(options.trust))
     run_audit(runs, output, attack, options.images, options.noise, options.canaries, print, trust)
-    print(f"written to {output}: audit.json, index.html and pictures")
+    print(f"written to {output}: audit.json, index.html{' and pictures' if options.images else ''}")
     return 0

@@ -9,12 +9,9 @@ from fl_lightning.errors import ConfigError, require
 
 def require_enough_samples(labels: np.ndarray, num_clients: int, at_least: int = 1) -> None:
     """Refuse more clients than there are samples for."""
-    require(
-        num_clients * at_least <= len(labels),
-        "data.num_clients",
-        f"must be at most {len(labels)}, the number of samples",
-        num_clients,
-    )
+    if num_clients * at_least > len(labels):
+        why = "the number of samples" if at_least == 1 else f"{at_least} each of {len(labels)} samples"
+        raise ConfigError("data.num_clients", f"must be at most {len(labels) // at_least}, {why}", num_clients)
 
 
 def require_class_size(label: int, available: int, needed: int, key: str, value: int) -> None:

@@ -99,7 +99,7 @@ def numbered_columns(path: Path, key: str) -> tuple[dict[str, list[str]], list[i
     """
     text = text_of(path, key)
     try:
-        lines = _cells(text, "\t" if path.suffix == ".tsv" else ",")
+        lines = _cells(text, "\t" if path.suffix.lower() == ".tsv" else ",")
     except csv.Error as error:
         raise ConfigError(key, f"{path} is no CSV file ({error})") from error
     filled = [place for place, (_, line) in enumerate(lines) if line]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,8 +33,8 @@ class ImageFolder(Dataset):
     """Your own images in folders: ``root/train/<class>/…`` and ``root/test/<class>/…``, or ``root/<class>/…``.
 
     Classes are the folders' names, sorted; ``val``, ``valid`` or ``validation`` is taken for ``test`` where there is no
-    ``test``. Without ``train`` there is no official test part, so only the split ``holdout`` works. Files that do not
-    end like an image's are passed over.
+    ``test``. Without ``train`` there is no official test part, so only the splits ``holdout`` and ``file`` work. Files
+    that do not end like an image's are passed over.
 
     Images are decoded as viewers show them: upright by their EXIF orientation, and on white where they are transparent.
     16 bits a channel are scaled to 8.
@@ -187,7 +188,8 @@ class ImageFolder(Dataset):
                         pixels = pixels.resize((size[1], size[0]), Image.Resampling.BILINEAR)
                     return np.asarray(pixels)
             except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-                raise ConfigError(KEY, f"ImageFolder: {path} is broken or not an image ({error})") from error
+                said = re.sub(r" <_io\.BytesIO [^>]*>", "", str(error))  # whose address is another one each time
+                raise ConfigError(KEY, f"ImageFolder: {path} is broken or not an image ({said})") from error
 
         first = decode(paths[0])
         x = np.empty((len(paths), *first.shape), dtype=np.uint8)

@@ -168,13 +168,14 @@ def _of_fl_bench(content: Any) -> Any:
     """FL-bench's ``partition.pkl``: its ``data_indices``, with our word for validation."""
     if isinstance(content, Mapping) and "data_indices" in content:
         content = content["data_indices"]
-    entries = content if isinstance(content, list) else []
-    return [
-        {{"val": "validation"}.get(name, name): part for name, part in entry.items()}
-        if isinstance(entry, Mapping)
-        else entry
-        for entry in entries
-    ]
+
+    def named(entry: Any) -> Any:
+        parts = entry.items() if isinstance(entry, Mapping) else ()
+        return {{"val": "validation"}.get(name, name): part for name, part in parts} if parts else entry
+
+    if isinstance(content, Mapping):
+        return {number: named(entry) for number, entry in content.items()}
+    return list(map(named, content)) if isinstance(content, list) else content
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class FederatedData:
         test_fraction: each client's share of test samples under ``holdout``, from 0 to below 1.
         validation_fraction: share cut from each client's training part for validation, from 0 to below 1.
         batch_size: samples in a mini-batch.
-        drop_last: drop a smaller last mini-batch, but never a client's only one. (One of a single sample is always
-            dropped where the model has batch norm.)
+        drop_last: drop a smaller last mini-batch, but never a client's only one. (One of a single sample is
+            dropped, too, where the model has batch norm.)
         evaluate_on: ``test``; or ``validation``, to choose hyperparameters: every accuracy of the run is then one on
             the validation parts, at which no method looks, and the test parts are not looked at.
         shift: what makes clients' samples look, or mean, something else; null for nothing.
@@ -75,7 +75,10 @@ class FederatedData:
     clients: Sequence[ClientData] = field(init=False, repr=False)
     """Each client's samples; those of a `Population` are drawn when they are asked for."""
     num_train: np.ndarray = field(init=False, repr=False)
-    """Training samples of each client, int64 [K]; likewise `num_validation` and `num_test`."""
+    """Training samples of each client, int64 [K]; likewise `num_validation` and `num_test`.
+
+    Under `evaluate_on` ``validation`` what is called test here, `server_test` too, is the validation part.
+    """
     num_validation: np.ndarray = field(init=False, repr=False)
     num_test: np.ndarray = field(init=False, repr=False)
     server_test: Tensor = field(init=False, repr=False)
@@ -113,12 +116,12 @@ class FederatedData:
 
     @property
     def content_hash(self) -> str:
-        """SHA-256 over the data set's samples and labels."""
+        """SHA-256 over the data set: samples, labels, classes, scale, official part and groups."""
         return self.arrays.digest
 
     @property
     def samples_hash(self) -> str:
-        """SHA-256 over samples and labels as clients see them, after a shift."""
+        """The same of samples and labels as clients see them, after a shift."""
         return self.content_hash if self.shift is None else content_hash(self.arrays)
 
     @property
@@ -145,9 +148,19 @@ class FederatedData:
             self._deal(seed)
         if self._augment is not None:
             self._augment.check_scale(self.arrays.x)  # as a shift has left them
-        rule = "no client has a validation sample: take a larger data.validation_fraction, or fewer clients"
-        require(self.evaluate_on == "test" or bool(self.num_test.any()), "data.evaluate_on", rule, self.evaluate_on)
+        some = self.evaluate_on == "test" or bool(self.num_test.any())
+        require(
+            some, "data.evaluate_on", f"no client has a validation sample: {self._more_validation}", self.evaluate_on
+        )
         self._seed = seed
+
+    @property
+    def _more_validation(self) -> str:
+        """What gives clients validation samples."""
+        if isinstance(self.partition, ListedPartition):
+            return "list some under validation"
+        larger = "take a larger data.validation_fraction"
+        return f"{larger}, or {'partition.samples' if isinstance(self.partition, Population) else 'fewer clients'}"
 
     def _deal(self, seed: int) -> None:
         """Set up clients that share the data set out among them."""
@@ -159,11 +172,10 @@ class FederatedData:
             self.store = TensorStore(self.arrays)
         for client, part in enumerate(parts):
             if len(part.train) == 0:
-                raise ConfigError(
-                    "data.partition",
-                    f"{type(self.partition).__name__} leaves client {client} without a training sample; use fewer "
-                    "clients or, with Dirichlet, min_samples of 1 or more",
-                )
+                listed = isinstance(self.partition, ListedPartition)
+                cure = "list some" if listed else "use fewer clients or, with Dirichlet, min_samples of 1 or more"
+                rule = f"{type(self.partition).__name__} leaves client {client} without a training sample; {cure}"
+                raise ConfigError("data.partition", rule)
         self._held = parts
         if self.evaluate_on == "validation":  # the test parts are laid aside, so that nothing is chosen on them
             parts = [ClientIndices(part.train, part.validation, part.validation) for part in parts]

@@ -305,7 +305,8 @@ class LEAF(Dataset):
                 raise OverflowError("a number is too large")
             inputs = inputs if self.shape is None else inputs.reshape(len(y), *self.shape)
         except (ValueError, TypeError, ArithmeticError) as error:
-            rule = f"samples must be lists of equally many numbers, of the shape {self.shape}; texts are for TextFile"
+            shape = "" if self.shape is None else f", of the shape {self.shape}"
+            rule = f"samples must be lists of equally many numbers{shape}; texts are for TextFile"
             raise ConfigError(f"{KEY}.shape", rule) from error
         labels, classes = as_labels(y, "LEAF")
         return arrays_of(as_inputs(inputs, "LEAF"), labels, sizes[0], classes, self.normalize, as_groups(users, "LEAF"))

@@ -128,7 +128,7 @@ class Dirichlet(Partition):
     that already has its fair share N/K takes nothing of the classes that follow (`balance`).
 
     Args:
-        beta: concentration β > 0; 0.1 is strongly heterogeneous, 100 is nearly IID.
+        beta: concentration β, > 0 and at most 1e9; 0.1 is strongly heterogeneous, 100 is nearly IID.
         min_samples: fewest samples a client may get, test part included where the split merges it.
         balance: whether a client with its fair share takes no more; this keeps clients' sizes near each other.
         fill_empty: whether a client that the draw left without a sample gets one from the client that has most, so that
@@ -325,7 +325,7 @@ class NWayKShot(Partition):
         k: mean number of training samples of each held class.
         std_n: half width of the range of n_i.
         std_k: half width of the range of k_i.
-        stride: distance between two clients' slices; at least k + std_k.
+        stride: distance between two clients' slices; at least k + std_k (under `tight` k + std_k - 2).
         test_shots: test samples of each held class under the split `matched` (FedProto's public code: 40 for MNIST, 15
             for FEMNIST and CIFAR-10).
         tight: whether k_i is uniform in [k - std_k + 1, k + std_k - 2], as the authors' code does for MNIST; k where

@@ -88,9 +88,9 @@ class NIIDBenchDirichlet(_NIIDBench):
     read.
 
     Args:
-        beta: concentration β > 0.
+        beta: concentration β, > 0 and at most 1e9.
         code: ``niid_bench`` or ``flower``.
-        seed: the code's seed; by default 0 for NIID-Bench, 42 for Flower.
+        seed: the code's seed, below 2³²; by default 0 for NIID-Bench, 42 for Flower.
     """
 
     def __init__(self, beta: float = 0.5, code: Code = "niid_bench", seed: int | None = None) -> None:
@@ -119,7 +119,7 @@ class NIIDBenchClasses(_NIIDBench):
     Args:
         classes: classes of each client, from 1 to C.
         code: ``niid_bench`` or ``flower``.
-        seed: the code's seed; by default 0 for NIID-Bench, 42 for Flower.
+        seed: the code's seed, below 2³²; by default 0 for NIID-Bench, 42 for Flower.
     """
 
     def __init__(self, classes: int = 2, code: Code = "niid_bench", seed: int | None = None) -> None:
@@ -174,8 +174,8 @@ class PFLlibDirichlet(Partition):
     own draw.
 
     Args:
-        beta: concentration β > 0, PFLlib's ``alpha``.
-        seed: NumPy's seed, which is 1 in PFLlib's scripts.
+        beta: concentration β, > 0 and at most 1e9, PFLlib's ``alpha``.
+        seed: NumPy's seed, below 2³², which is 1 in PFLlib's scripts.
     """
 
     paper = (

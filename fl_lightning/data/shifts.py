@@ -54,7 +54,8 @@ class NoiseSkew(Shift):
     Features of a table get it on the scale that they are learned on; images of floats must be from 0 to 1.
 
     Args:
-        std: σ of the paper, > 0, towards which the variance grows; the last client, K − 1, has σ (K − 1) / K.
+        std: σ of the paper, > 0 and at most 1e6, towards which the variance grows; the last client, K − 1, has
+            σ (K − 1) / K.
     """
 
     paper = "Li, Diao, Chen, He, ICDE 2022, Federated Learning on Non-IID Data Silos: An Experimental Study"

@@ -77,7 +77,7 @@ class QuantitySkew(Partition):
     """Clients of very different sizes with the same mix of classes: sizes follow a symmetric Dirichlet(β).
 
     Args:
-        beta: concentration β > 0; small β makes a few clients large.
+        beta: concentration β, > 0 and at most 1e9; small β makes a few clients large.
         min_samples: fewest samples a client gets, >= 1.
     """
 
@@ -115,7 +115,7 @@ class PowerLaw(Partition):
     Args:
         classes: classes of each client, from 1 to C.
         min_samples: fewest samples that a client has of each of its classes, >= 1.
-        sigma: standard deviation of the proportions' logarithms, >= 0; 0 is even shares.
+        sigma: standard deviation of the proportions' logarithms, in [0, 100]; 0 is even shares.
     """
 
     paper = "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020, Federated Optimization in Heterogeneous Networks"

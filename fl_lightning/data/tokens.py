@@ -70,7 +70,7 @@ class TextFile(Dataset):
     cut out of it, too, their words count.
 
     Args:
-        path: the file: ``.csv`` and ``.tsv`` with a head, ``.jsonl`` with an object a line.
+        path: the file: ``.csv`` and ``.tsv`` with a head, ``.jsonl`` or ``.ndjson`` with an object a line.
         text: the column of texts.
         label: the column of classes.
         test_path: a file of the same kind that is the official test part.
@@ -188,7 +188,7 @@ def read_table(path: Path, key: str) -> dict[str, list[Any]]:
     Raises:
         ConfigError: about `key`, if the file is missing, of another kind or encoding; it says which line.
     """
-    if path.suffix not in (".jsonl", ".ndjson"):
+    if path.suffix.lower() not in (".jsonl", ".ndjson"):
         return dict(read_columns(path, key))
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines_in(text_of(path, key)), start=1):

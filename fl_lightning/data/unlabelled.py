@@ -39,7 +39,7 @@ class Unlabelled(NamedTuple):
 
 
 def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
-    """Read samples: a folder of images or an image, arrays (`.npz`, `.pt`), a table (`.csv`, `.tsv`, `.jsonl`), texts.
+    """Read samples: images, arrays (`.npz`, `.pt`), a table (`.csv`, `.tsv`, `.jsonl`, `.ndjson`) or texts.
 
     Args:
         path: the folder or file; of a `.txt` file every line is a text.
@@ -53,14 +53,14 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
     names: list[str] = []
     if path.is_dir() or path.suffix.lower() in ImageFolder.SUFFIXES:
         x, names = _images(path, dataset, arrays)
-    elif path.suffix in (".npz", ".pt"):
+    elif path.suffix.lower() in (".npz", ".pt"):
         x = _array(path)
-    elif path.suffix in _TABLES:
+    elif path.suffix.lower() in _TABLES:
         x = dataset.encode(read_table(path, KEY))
-    elif path.suffix == ".txt":
+    elif path.suffix.lower() == ".txt":
         x = dataset.encode({dataset.text_column: lines_in(text_of(path, KEY))})
     else:
-        kinds = f"a folder of images, .npz, .pt, .txt, {', '.join(_TABLES)}"
+        kinds = f"an image or a folder of them, .npz, .pt, .txt, {', '.join(_TABLES)}"
         raise ConfigError(KEY, f"must be {kinds}", str(path))
     x = scaled_as(dataset, x).float() if x.is_floating_point() else x
     _require_fit(x, arrays)
@@ -91,7 +91,7 @@ def _is_hidden(file: Path) -> bool:
 def _array(path: Path) -> Tensor:
     found = read_arrays(path, KEY)
     name = "x" if "x" in found else next(iter(found), "") if len(found) == 1 else "x_test"
-    require(name in found, KEY, f"{path} must hold x, or one array", ", ".join(found) or "nothing")
+    require(name in found, KEY, f"{path} must hold x, x_test or one array", ", ".join(found) or "nothing")
     return as_inputs(found[name], str(path))
 
 

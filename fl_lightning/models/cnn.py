@@ -26,7 +26,7 @@ class CNN(SplitModel):
         hidden: size of the first linear layer, or of several, each with its ReLU (NIID-Bench's network: channels [6,
             16], hidden [120, 84]); the last is D where there is no mapping.
         kernel_size: of both convolutions; 3 with `padding: 1` suits images as small as 4x4.
-        padding: of both convolutions, on every side.
+        padding: of both convolutions, on every side; below `kernel_size`.
         mapping: sizes of FedDW's mapping layers between this extractor and the head, e.g. [256, 128]; none by default.
         head_bias: whether the head has a bias (FedDW's has none).
 

@@ -86,7 +86,7 @@ class MobileNetV2(SplitModel):
     Args:
         input_shape: (channels, height, width) of an image.
         num_classes: number of classes C.
-        width: width multiplier, above 0; 0.5 in FedDW's public code.
+        width: width multiplier, above 0 and at most 4; 0.5 in FedDW's public code.
         last_channels: channels of the last 1x1 convolution, D where there is no mapping; by default 1,280 times the
             width, but not below 1,280. That code has 640.
         stem: "cifar" (first convolution with stride 1) or "imagenet" (stride 2).

@@ -27,8 +27,10 @@ class ShuffleNetV1(SplitModel):
     Args:
         input_shape: (channels, height, width) of an image.
         num_classes: number of classes C.
-        groups: groups of the 1x1 convolutions, >= 1; the first one, which sees the stem's 24 channels, has one.
-        widths: channels of the three stages, each a multiple of four times the groups and more than the one before.
+        groups: groups of the 1x1 convolutions, 1, 2, 3 or 6: halving units leave room for their input's channels, the
+            stem's 24 at first; the first convolution, which sees these, has one.
+        widths: channels of the three stages, each a multiple of four times the groups and more than the one before
+            (the first more than 24).
         blocks: units of the three stages, each >= 1.
         depthwise_relu: whether a ReLU follows the depthwise convolution, as in FedDW's public code; the paper has none.
         mapping: sizes of FedDW's mapping layers between this extractor and the head, e.g. [256, 128]; none by default.
@@ -52,12 +54,12 @@ class ShuffleNetV1(SplitModel):
         head_bias: bool = True,
     ) -> None:
         in_channels, *_ = require_image("ShuffleNetV1", input_shape)
-        require(groups >= 1, "model.groups", "must be >= 1", groups)
+        require(groups in (1, 2, 3, 6), "model.groups", "must be 1, 2, 3 or 6", groups)
         fits = all(width % (4 * groups) == 0 for width in widths) and all(
             narrow < wide for narrow, wide in zip((STEM, *widths), widths, strict=False)
         )
         rule = f"must be three, each more than the one before (the first more than {STEM}), multiples of 4 x groups"
-        require(len(widths) == 3 and fits and (widths[0] - STEM) % (4 * groups) == 0, "model.widths", rule, widths)
+        require(len(widths) == 3 and fits, "model.widths", rule, widths)
         require(len(blocks) == 3 and min(blocks) >= 1, "model.blocks", "must be three, each >= 1", blocks)
         mapping_part, embedding_size = mapping_layers(widths[-1], mapping)
         stem = nn.Sequential(nn.Conv2d(in_channels, STEM, kernel_size=1, bias=False), nn.BatchNorm2d(STEM), nn.ReLU())

@@ -144,13 +144,16 @@ def _leading_digit(number: int) -> int:
     return int(str(number)[0]) * 10 ** (len(str(number)) - 1)
 
 
-def partition_table(class_counts: np.ndarray, num_test: Sequence[int], classes: Sequence[str]) -> Table:
+def partition_table(
+    class_counts: np.ndarray, num_test: Sequence[int], classes: Sequence[str], tested_on: str = "test"
+) -> Table:
     """Tabulate who holds what, one row a client and a row of totals.
 
     Args:
         class_counts: [K, C] training samples of each client and class.
-        num_test: [K] test samples of each client.
+        num_test: [K] samples that each client is tested on.
         classes: [C] class names.
+        tested_on: the part that these are, for its head.
 
     Returns:
         A table with the counts of every class where there are at most twelve, else of each client's five largest.
@@ -163,7 +166,7 @@ def partition_table(class_counts: np.ndarray, num_test: Sequence[int], classes: 
     counted = counts.shape[1] <= COUNTED_CLASSES
     gap = 0 if 6 < counts.shape[1] <= COUNTED_CLASSES else 1
     table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False)
-    for header in ("client", "train", "test", "classes"):
+    for header in ("client", "train", tested_on, "classes"):
         table.add_column(header, justify="right", no_wrap=True, min_width=len(header))
     if counted:
         for label, name in enumerate(classes):

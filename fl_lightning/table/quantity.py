@@ -135,6 +135,8 @@ def is_scale(value: Any) -> bool:
 def read_figure(node: Any, key: str) -> Figure:
     """``Local-T_received.best`` -> a figure; so is ``{of: Local-T_received.best, scale: 1}``.
 
+    Without `scale` that has the usual one, too.
+
     Raises:
         ConfigError: naming the key, and what is allowed.
     """
@@ -143,9 +145,11 @@ def read_figure(node: Any, key: str) -> Figure:
             require(
                 name in ("of", "scale"), f"{key}.{name}", f"there is no such key; {suggest(str(name), ('of', 'scale'))}"
             )
-        scale = node.get("scale", 1)
-        require(is_scale(scale), f"{key}.scale", "must be a finite number above 0", scale)
-        return replace(read_figure(node.get("of"), f"{key}.of"), scale=float(scale))
+        figure = read_figure(node.get("of"), f"{key}.of")
+        if "scale" not in node:
+            return figure
+        require(is_scale(node["scale"]), f"{key}.scale", "must be a finite number above 0", node["scale"])
+        return replace(figure, scale=float(node["scale"]))
     rule = f"must be a column of metrics.csv and one of {', '.join(REPORTS)}, as in Local-T.last, or summary.ENTRY"
     text, at, by = node.partition("@") if isinstance(node, str) else ("", "", "")
     if text.startswith(f"{SUMMARY}."):

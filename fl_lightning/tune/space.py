@@ -108,7 +108,7 @@ class Search:
         maximise: whether more is better.
         trials: points a method, the same for all.
         kind: ``grid`` or ``optuna``.
-        pruning: whether runs far below the median of the others at the same round are ended.
+        pruning: whether runs below the median of the others at the same round are ended.
         validation: share of each client's training part that is laid aside where the base lays none aside.
         base: under all methods.
         contenders: the methods.

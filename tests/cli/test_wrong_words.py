@@ -61,6 +61,8 @@ def test_mistake_is_answered_with_what_to_do(tmp_path, monkeypatch, capsys, argv
         (["--rounds", "3"], "rounds: there is no such section; did you mean federation.rounds?"),
         (["--num_clients", "3"], "num_clients: there is no such section; did you mean data.num_clients?"),
         (["--gpu", "0"], "gpu: there is no such section; did you mean trainer.accelerator?"),
+        (["--overwrit"], "overwrit: there is no such section or option; did you mean overwrite?"),
+        (["--config="], "config: needs a file: --config FILE"),
         (["-gr", "10"], "-gr: there is no such option; did you mean --federation.rounds?"),
         (["method=fedrep"], "method=fedrep: an option begins with two dashes: --method fedrep"),
         (

@@ -211,12 +211,17 @@ def as_fl_bench(path):
     path.write_bytes(pickle.dumps({"separation": {"total": 3}, "data_indices": entries}))
 
 
+def as_numbered_fl_bench(path):
+    path.write_bytes(pickle.dumps({"data_indices": dict(enumerate(LISTS))}))
+
+
 FILES = {
     "own": ("partition.json", as_json),
     "lists": ("lists.json", as_lists),
     "numbered": ("numbered.json", as_numbered),
     "npz": ("partition.npz", as_npz),
     "FL-bench": ("partition.pkl", as_fl_bench),
+    "FL-bench, numbered": ("partition.pkl", as_numbered_fl_bench),
 }
 CONTENT = Arrays(torch.zeros(16, 2), torch.arange(16) % 4, 16, ("a", "b", "c", "d"), digest="-")
 

@@ -92,6 +92,11 @@ def test_flowers_split_of_cifar10_is_more_skewed_than_the_papers():
     assert sizes == [1785, 5453, 5426, 5263, 7013, 5062, 5051, 6092, 5142, 3713]
 
 
+def test_more_clients_than_their_ten_samples_each_are_refused():
+    with pytest.raises(ConfigError, match=r"^data\.num_clients: must be at most 2, 10 each of 29 samples, got 3"):
+        NIIDBenchDirichlet().assign(np.arange(29) % 10, 3, 10, UNUSED)
+
+
 def test_the_runs_own_seed_changes_nothing():
     for rule in (NIIDBenchDirichlet(), NIIDBenchClasses(), PFLlibDirichlet()):
         once, again = (rule.assign(LABELS, 10, 10, np.random.default_rng(seed)) for seed in (1, 2))

@@ -238,6 +238,7 @@ def test_partition_table_counts_every_class_where_they_are_few():
         ["1", "7", "3", "1", "·", "·", "7"],
         ["total", "13", "5", "2", "5", "·", "8"],
     ]
+    assert " validation " in text_of(partition_table(np.eye(2, dtype=int), [2, 3], ["cat", "dog"], "validation"))
 
 
 def test_partition_table_names_the_five_largest_of_many_classes():

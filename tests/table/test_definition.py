@@ -55,7 +55,7 @@ def test_a_file_says_rows_columns_figures_and_what_was_published(write):
 
 
 def test_figures_of_the_table_of_a_column_and_of_a_row(write):
-    text = GOOD.replace("figure: Server-T.last", "figures: {L: Local-T.last, S: {of: seconds.mean, scale: 40}}")
+    text = GOOD.replace("figure: Server-T.last", "figures: {L: {of: Local-T.last}, S: {of: seconds.mean, scale: 40}}")
     text = text.replace("figures: {L: Local-T.best, G", "figures: {L: Local-T.best, S: seconds.last, G")
     text = text.replace("{columns: {A: null}, figure: Local-T.last}", "{figures: {L: Local-T_std.last, S: null}}")
     text = text.replace("A: 66.24 ± 0.6", "A: {L: 66.24 ± 0.6}")
