@@ -175,6 +175,7 @@ class Runner:
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
                 message = module.send(data)
+            module.division.check_whole()  # once more: whatever the end of a fit, or sending, has put elsewhere
             checkups.state(module.entries, self._own)  # once more: a method may write to what it keeps as it sends
             began = {**self.start(client, job.message), **visit.moved}
             message = self.attackers.forge(message, began, job.message, checkups.parameters, round, client)

@@ -19,7 +19,7 @@ from fl_lightning.models.module_optimizers import KEY
 from fl_lightning.models.module_rehearsal import rehearse
 from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.split import SplitModel
-from fl_lightning.models.wrapped import fill_lazy, require_submodule, shape_of, try_out
+from fl_lightning.models.wrapped import fill_lazy, require_nothing_shared, require_submodule, shape_of, try_out
 
 
 class WrappedLightningModule(SplitModel):
@@ -77,6 +77,7 @@ class WrappedLightningModule(SplitModel):
         require(z is not None and z.dim() == 2, "model.head", f'"{head}" must take one tensor z of shape [B, D]')
         resting = [module.get_submodule(part) for part in rests]
         joined = Joined(module, head)
+        require_nothing_shared(joined.module, joined.head, head)
         super().__init__(CutBody(joined), joined.head, z.shape[1], num_classes, input_shape)  # type: ignore[union-attr]
         self._resting = resting
         self.own = ModuleTraining(joined, optimizer == "configured")

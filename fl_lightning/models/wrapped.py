@@ -111,7 +111,7 @@ def split_at(
     with _shaken(network, classifier):
         expected = _evaluate(network, x)
         setattr(network.get_submodule(parent), child, nn.Identity())
-        _require_nothing_shared(network, classifier, head)
+        require_nothing_shared(network, classifier, head)
         for feature in features:
             require_submodule(network, "model.features", feature)
         body = HookedBody(network, features)
@@ -211,8 +211,12 @@ def require_submodule(module: nn.Module, key: str, name: str) -> None:
         raise ConfigError(key, f"must name a submodule of {type(module).__name__} ({nearest})", name)
 
 
-def _require_nothing_shared(body: nn.Module, classifier: nn.Module, head: str) -> None:
-    """Weights that are in both parts would be exchanged twice, or exchanged though private."""
+def require_nothing_shared(body: nn.Module, classifier: nn.Module, head: str) -> None:
+    """Refuse weights that are in both parts: they would be exchanged twice, or exchanged though private.
+
+    Raises:
+        ConfigError: naming the head.
+    """
     shared = {id(tensor) for tensor in _state(body)} & {id(tensor) for tensor in _state(classifier)}
     rule = f'"{head}" must not share weights with the rest of the module, nor be a part of it under two names'
     require(not shared, "model.head", rule)

@@ -238,7 +238,7 @@ def watched_by(config: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, boo
     stopping = federation.get("early_stopping") if isinstance(federation, Mapping) else None
     if not isinstance(stopping, Mapping):
         return "", None
-    usual = next((name for name in WATCHED if rows and name in rows[0]), "")
+    usual = next((name for name in WATCHED if any(row.get(name) is not None for row in rows)), "")
     return str(stopping.get("monitor") or usual), {"min": True, "max": False}.get(str(stopping.get("mode")))
 
 

@@ -80,6 +80,12 @@ class RecordedRun:
         """Of who holds what; empty where nothing says it."""
         return str(self.summary.get("partition_hash") or self.partition.get("hash") or "")
 
+    @property
+    def clients(self) -> str:
+        """Who holds which samples: runs that have it in common have the same clients; empty where nothing says it."""
+        known = self.partition_hash
+        return f"{known} {self.partition.get('samples', '')}" if known else ""
+
     @cached_property
     def between_clients(self) -> bool:
         """Whether clients send to one another, so that what one takes in is what another has sent."""

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,12 @@ class Cell:
         return {} if self._extended_to(summary) else summary
 
     @property
+    def clients(self) -> str:
+        """Who holds which samples: runs that have it in common have the same clients; empty where nothing says it."""
+        path = self.folder / "partition.json"
+        return _clients_of(path, path.stat().st_mtime_ns) if path.is_file() else ""
+
+    @property
     def finished(self) -> bool:
         """Whether all rounds are done and its tables are what it wrote; a damaged one is gone on with, and mended."""
         summary = self._said()
@@ -174,7 +180,8 @@ class Cell:
         settings, later = EarlyStopping(**federation["early_stopping"]), federation.get("newcomers") or {}
         on_validation = self.config["data"]["evaluate_on"] == "validation"
         try:
-            patience = Patience(settings, list(rows[0]), on_validation, later.get("after") or 0)
+            filled = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+            patience = Patience(settings, filled, on_validation, later.get("after") or 0)
         except ConfigError:  # its tables are not what it wrote
             return self.rounds
         for row in rows:
@@ -194,6 +201,16 @@ class Cell:
         """Delete what only a run that goes on needs, its checkpoints and its clients' models."""
         for name in ("checkpoints", "models"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
+
+
+@lru_cache(maxsize=4096)
+def _clients_of(path: Path, changed: int) -> str:
+    """What a `partition.json` says of its clients, read once until it changes."""
+    try:
+        record = read_json(path, "table")
+    except ConfigError:
+        return ""
+    return f"{record.get('hash', '')} {record.get('samples', '')}".strip()
 
 
 def cells_of(table: Definition, choice: Choice) -> list[Cell]:

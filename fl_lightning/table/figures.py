@@ -34,7 +34,7 @@ class Value:
             are tested on the same samples, so that they are no pairs of a test.
         weights: the same -> its share of the mean: by its samples where that is weighted, and by how often it was
             tested.
-        partitions: seed -> the hash of who holds which samples there.
+        partitions: seed -> who holds which samples there (`Cell.clients`).
         spreads: the standard deviation over clients (over N) in each run.
         beside: moment -> the mean over seeds of the same column of `metrics.csv`.
         published: what was printed, None where nothing was.
@@ -121,7 +121,7 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
         for moment in BESIDE:
             if moment in known:
                 beside.setdefault(moment, []).append(scale * known[moment])
-        value.partitions[run.seed] = str(run.summary().get("partition_hash") or "")
+        value.partitions[run.seed] = run.clients
         of_clients = _of_clients(run, figure, rows)
         for client, (own, share) in sorted(of_clients.items()) if figure.pairs_clients else ():
             value.clients[run.seed, client], value.weights[run.seed, client] = scale * own, share

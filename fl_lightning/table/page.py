@@ -35,14 +35,14 @@ PAGE = "report.html"
 def members_of(cells: Iterable[Cell]) -> list[Member]:
     """The cells that have a round to show, by row and column."""
     there = [cell for cell in cells if rows_of(cell.folder / "metrics.csv")]
-    runs = [(cell, read_run(cell.folder, "report").first(cell.rounds)) for cell in there]
+    runs = [(cell, read_run(cell.folder, "report").first(cell.end)) for cell in there]
     return [Member(run, cell.row.name, cell.column.name) for cell, run in runs]
 
 
 def cells_as_csv(cells: Iterable[Cell], folder: Path) -> str:
-    """Row, column, seed, rounds and folder of every cell, as seen from `folder`."""
+    """Row, column, seed, rounds until its own end and folder of every cell, as seen from `folder`."""
     lines = [["row", "column", "seed", "rounds", "folder"]]
-    lines += [[c.row.name, c.column.name, str(c.seed), str(c.rounds), os.path.relpath(c.folder, folder)] for c in cells]
+    lines += [[c.row.name, c.column.name, str(c.seed), str(c.end), os.path.relpath(c.folder, folder)] for c in cells]
     return _as_text([list(map(in_spreadsheet, line)) for line in lines])
 
 

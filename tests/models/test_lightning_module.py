@@ -235,6 +235,30 @@ def test_head_and_body_are_parted_where_the_head_is(run_federation):
     assert set(loop.runner.pool.get(0)) == {"model.head.weight", "model.head.bias"}
 
 
+class TwoNames(L.LightningModule):
+    """Its head stands in the network, and beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 4))
+        self.classifier = self.network[-1]
+
+    def forward(self, x):
+        return self.network(x)
+
+    def training_step(self, batch, index):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_head_of_two_names_is_refused():
+    """The other one counted as the body, so that FedRep and FedPer sent the head."""
+    with pytest.raises(ConfigError, match=r'^model\.head: ".*" must not share weights with the rest of the module'):
+        WrappedLightningModule(SHAPE, 4, TwoNames())
+
+
 def test_frozen_parts_stay_as_they_are(set_up_federation):
     loop = set_up_federation(lambda: FedAvg(wrapped(FineTuned())), rounds=2)
     before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}

@@ -338,6 +338,27 @@ def test_state_that_a_fit_makes_or_takes_away_is_refused(way, run_federation):
         run_federation(lambda: FedAvg(WrappedModel(SHAPE, 4, Remembers(way), "fc")), rounds=1)
 
 
+class HoldsTheLast(FedAvg):
+    """Pulls towards a copy of the client's last model, which is put in the old one's place."""
+
+    def setup(self):
+        self.last = copy.deepcopy(self.model).requires_grad_(False)
+
+    def is_kept(self, name, module):
+        return name.startswith("last.")
+
+    def on_fit_end(self):
+        self.last = copy.deepcopy(self.model).requires_grad_(False)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_a_module_in_another_one_s_place_is_refused(mlp, run_federation, cohort):
+    """Its weights were neither swapped nor saved: each client was pulled towards the one before it."""
+    said = r"^model: last\.\S+ is another module after a fit; copy into its entries \(load_state_dict\) instead, or it"
+    with pytest.raises(ConfigError, match=said):
+        run_federation(lambda: HoldsTheLast(mlp()), rounds=1, cohort=cohort)
+
+
 class Collects(FedAvg):
     """Keeps an embedding of each of a client's samples, in a buffer of its own size."""
 

@@ -194,6 +194,17 @@ def test_nobody_is_hurt_by_a_shift_that_the_other_run_has_not(comparison):
     assert {row["seed"] for row in figure.rows(lines_of(shifted, other, *alone))} == {1}
 
 
+def test_nobody_is_hurt_by_a_run_on_other_samples(comparison):
+    """A table's columns are named alike whatever its rows' shifts are."""
+    shifted, *others = comparison
+    (plain,) = hurt(lines_of(shifted, *others))
+    held = json.loads((shifted / "partition.json").read_text())
+    (shifted / "partition.json").write_text(json.dumps({**held, "samples": "shifted"}))
+    (figure,) = hurt(lines_of(shifted, *others))
+    first, second = ({row["seed"] for row in each.rows(lines_of(shifted, *others))} for each in (plain, figure))
+    assert (first, second) == ({0, 1}, {1})
+
+
 def test_worst_tenth_of_twenty_clients_is_two(tmp_path):
     lines = lines_of(make_run(tmp_path / "a", clients=20))
     (figure,) = spread(lines)

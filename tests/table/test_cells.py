@@ -9,6 +9,7 @@ import pytest
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import Federation
 from fl_lightning.report.journal import RunTables
+from fl_lightning.report.record import watched_by
 from fl_lightning.sealed import write_json
 from fl_lightning.table.cells import (
     Cell,
@@ -78,6 +79,25 @@ def test_run_that_went_on_after_its_patience_was_at_an_end_has_the_rounds_before
     notes = of_extended_runs([cell])
     assert all(f"was extended to 6 rounds; its figures are of the first {has}," in line for line in notes)
     assert len(notes) == (has < 6)
+
+
+def test_a_figure_that_no_round_has_is_not_what_a_run_waited_for(tmp_path):
+    """`Server-T` of a method without a global model: the table took the first rounds for all."""
+    config = {"method": "their.Method", "data": {"dataset": "their.Data", "evaluate_on": "validation"}}
+    config["federation"] = {"rounds": 4, "early_stopping": {"patience": 1}}
+    cell = Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, config, (), tmp_path)
+    cell.folder.mkdir()
+    (cell.folder / "metrics.csv").write_text("round,Global-T,Server-T\n1,0.1,\n2,0.2,\n3,0.3,\n4,0.4,\n")
+    assert (cell.end, len(cell.rows())) == (4, 4)
+    assert watched_by(config, cell.rows()) == ("", None)
+
+
+def test_who_holds_which_samples_is_read_of_a_run_that_was_extended_too(cell):
+    assert cell.clients == ""
+    write_json(cell.folder / "partition.json", {"hash": "of indices", "samples": "of pixels", "clients": []})
+    write_json(cell.folder / "summary.json", {"finished": True, "rounds": 9})
+    assert cell.summary() == {}
+    assert cell.clients == "of indices of pixels"
 
 
 def test_run_of_an_older_version_that_says_nothing_of_its_tables_is_finished(cell):

@@ -144,9 +144,7 @@ def test_page_of_a_folder_says_what_the_tables_own_page_says(tmp_path):
 def test_page_has_the_rounds_of_a_cell_and_no_others(tmp_path):
     """By the definition's cells, and by the folder of results; of earlier versions `cells.csv` has no rounds."""
     run = make_run(tmp_path / "run", rounds=5)
-    cell = SimpleNamespace(
-        row=SimpleNamespace(name="A"), column=SimpleNamespace(name="B"), seed=0, rounds=3, folder=run
-    )
+    cell = SimpleNamespace(row=SimpleNamespace(name="A"), column=SimpleNamespace(name="B"), seed=0, end=3, folder=run)
     (tmp_path / "t.yaml").write_text("{title: T, name: t, figure: Local-T.last, columns: {B: {}}, rows: {A: {}}}")
     write(tmp_path, read_definition(tmp_path / "t.yaml"), {("A", Head("B", "")): value(50)}, [])
     (shown_now,) = members_of([cell])

@@ -79,7 +79,7 @@ def value_of(folder, *seeds, partition="one"):
     for seed, clients in enumerate(seeds):
         run = run_of(folder / str(seed), [(1, client, own, 0) for client, own in clients.items()])
         run.seed, run.rows = seed, lambda own=clients: [{"round": 1, "Local-T": float(np.mean(list(own.values())))}]
-        run.summary = lambda: {"partition_hash": partition}
+        run.summary, run.clients = dict, partition  # as of a run that was extended: its summary is of more rounds
         runs.append(run)
     return _value(runs, Figure("Local-T", "last"), 100.0)
 
@@ -170,7 +170,7 @@ def run_of(folder, clients, config=None):
     folder.mkdir()
     lines = [",".join(map(str, (*row, 10))) for row in clients]
     (folder / "clients.csv").write_text("\n".join(["round,client,Local-T,attacker,num_test", *lines, ""]))
-    return SimpleNamespace(folder=folder, summary=dict, config=config or {})
+    return SimpleNamespace(folder=folder, summary=dict, clients="", config=config or {})
 
 
 def test_attackers_and_newcomers_are_in_no_spread_and_no_test(tmp_path):

@@ -216,10 +216,10 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
         for place, line in enumerate(lines):
             below = total = untrained = 0
             alike = [own if lines[at].setting == line.setting else {} for at, own in enumerate(silent)]  # a shift, too
-            covered = [sum(run.partition_hash in own for run in line.runs) for own in alike]
+            covered = [sum(run.clients in own for run in line.runs) for own in alike]
             chosen = max(range(len(lines)), key=covered.__getitem__)  # one for all seeds, the first of equals
             for run in line.runs:
-                other = alike[chosen].get(run.partition_hash)
+                other = alike[chosen].get(run.clients)
                 if other is None or is_silent(run):
                     continue
                 own, reference = last_of_clients(run, column), last_of_clients(other, "Local-T")
@@ -251,8 +251,8 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
 
 
 def _silent(line: Series) -> dict[str, RecordedRun]:
-    """Partition -> the line's run that sends nothing and has it."""
-    return {run.partition_hash: run for run in line.runs if run.partition_hash and is_silent(run)}
+    """Who holds which samples -> the line's run that sends nothing and has it."""
+    return {run.clients: run for run in line.runs if run.clients and is_silent(run)}
 
 
 def _differences() -> Spec:
