@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.message import ClassMeans, Message, Structured, version_of
 from fl_lightning.core.walking import parts_of
+from fl_lightning.errors import require
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import OwnData
@@ -126,9 +127,26 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
 
 
 def begin_fit(method: Method) -> None:
-    """Let a method prepare a local fit."""
+    """Let a method prepare a local fit.
+
+    Raises:
+        ConfigError: if it makes a parameter that learns, for which its optimizers have been made already.
+    """
+    known = {id(own) for part in parts_of(method) for own in part._parameters.values()}
     method.on_fit_start()
+    for prefix, part in method.named_modules() if not _all_known(method, known) else ():
+        for name, own in part._parameters.items():
+            made = own is not None and own.requires_grad and id(own) not in known
+            rule = (
+                f"{type(method).__name__}.on_fit_start() makes {prefix}.{name} anew, which no optimizer has: copy into"
+            )
+            require(not made, "method", f"{rule} it instead, under torch.no_grad()")
     _cut_off(method)
+
+
+def _all_known(method: nn.Module, known: Collection[int]) -> bool:
+    """Whether all of its parameters are among those, by identity."""
+    return all(id(own) in known for part in parts_of(method) for own in part._parameters.values())
 
 
 def _cut_off(method: nn.Module) -> None:

@@ -339,8 +339,10 @@ class Step:
             parts: the phase's parts that step; they alone get a gradient. None are all.
 
         Raises:
-            ConfigError: naming a loss that has no weight.
+            ConfigError: naming a loss that has no weight, or where they have no names.
         """
+        named = isinstance(values, Mapping)
+        require(named, "method", "step.descend() takes losses by name: {'cross_entropy': loss}", type(values).__name__)
         self._bench.note_descent(values)
         total = self.total(values)
         self._logged.update(values)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self, override
 
 from fl_lightning.errors import ConfigError
@@ -37,12 +38,13 @@ class Joined:
         """What the head would be given of inputs [B, …]: z [B, D]."""
         found: list[Tensor] = []
 
-        def stop(head: nn.Module, args: Any) -> None:
-            found.append(args[0])
+        def stop(head: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            found.append(first_of(args, named))
             raise _ReachedHead
 
         with self:
-            handle = self.head.register_forward_pre_hook(stop)
+            # Before the head's own pre-hooks, which see z once the head itself is asked.
+            handle = self.head.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
             try:
                 self.module(x)
             except _ReachedHead:
@@ -127,11 +129,23 @@ def said_of_compiled(module: nn.Module) -> str:
     return f"; what {part} calls cannot be seen, as torch.compile has made it: leave that to federation.compile: true"
 
 
+def first_of(args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """The first of what a layer was called with, by its place or by its name."""
+    return args[0] if args else next(iter(named.values()), None)
+
+
+def watched(layer: nn.Module, seen: list[tuple[Any, Any]]) -> RemovableHandle:
+    """Let a layer put down what it takes and what it gives, until the handle is removed."""
+    return layer.register_forward_hook(
+        lambda layer, args, named, out: seen.append((first_of(args, named), out)), with_kwargs=True
+    )
+
+
 @torch.no_grad()
 def reached(module: nn.Module, head: str, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """What a submodule takes and gives in a pass in evaluation mode; None where it is not called."""
     seen: list[tuple[Any, Any]] = []
-    handle = module.get_submodule(head).register_forward_hook(lambda part, args, out: seen.append((args[0], out)))
+    handle = watched(module.get_submodule(head), seen)
     modes = {layer: layer.training for layer in module.modules()}
     try:
         module.eval()

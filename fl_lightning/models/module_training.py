@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fl_lightning.errors import require
 from fl_lightning.models.fit_optimizers import ConfiguredOptimizers, OwnOptimizers
-from fl_lightning.models.head_cut import Joined
+from fl_lightning.models.head_cut import Joined, watched
 from fl_lightning.models.module_hooks import STEPS, hooks_of, keeping_metrics, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
 from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together, is_careful
@@ -248,7 +248,7 @@ class ModuleTraining(OwnTraining):
         self.logged.loss = None
         seen: list[tuple[Tensor, Tensor]] = []
         with self as module:
-            handle = self.joined.head.register_forward_hook(lambda head, args, out: seen.append((args[0], out)))
+            handle = watched(self.joined.head, seen)
             try:
                 with nullcontext() if self.counts else keeping_metrics(module):
                     said = with_fitting(module.training_step, (batch, index))

@@ -76,6 +76,8 @@ class SplitModel(nn.Module):
         input_shape: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        rule = f"{type(self).__name__} must give SplitModel a Body([*stages], neck), which says its feature maps"
+        require(hasattr(body, "forward_features"), "model", rule, type(body).__name__)
         self.body = body
         self.head = head
         self.embedding_size = embedding_size

@@ -410,6 +410,29 @@ def test_a_buffer_that_was_set_from_a_parameter_is_a_constant_of_the_fit(kind, c
         torch.testing.assert_close(anchored.exchange.global_message().weights[name], tensor)
 
 
+class NewHead(FedAvg):
+    def on_fit_start(self):
+        self.model.head.weight = torch.nn.Parameter(self.model.head.weight.detach().clone())
+
+
+class Unnamed(FedAvg):
+    def local_step(self, step):
+        step.descend(step.values(step.forward())["cross_entropy"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (NewHead, r"method: NewHead\.on_fit_start\(\) makes model\.head\.weight anew, which no optimizer has"),
+        (Unnamed, r"method: step\.descend\(\) takes losses by name: .*, got 'Tensor'"),
+    ],
+)
+def test_steps_that_train_nothing_are_refused(kind, said, mlp, run_federation):
+    """The new parameter stayed as it was, in silence; the tensor was an AttributeError."""
+    with pytest.raises(ConfigError, match=said):
+        run_federation(lambda: kind(mlp()), rounds=1)
+
+
 class Drops(Server):
     def close_round(self):
         super().close_round()

@@ -259,6 +259,28 @@ def test_a_head_of_two_names_is_refused():
         WrappedLightningModule(SHAPE, 4, TwoNames())
 
 
+class Called(TwoNames):
+    """Hands its head what it takes by its name, or through a hook that doubles it."""
+
+    def __init__(self, by_name):
+        super().__init__()
+        self.network, self.classifier, self.by_name = self.network[:-1], self.network[-1], by_name
+        if not by_name:
+            self.classifier.register_forward_pre_hook(lambda layer, given: (2 * given[0] + 1,))
+
+    def forward(self, x):
+        z = self.network(x)
+        return self.classifier(input=z) if self.by_name else self.classifier(z)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_predictions_are_the_modules_own(by_name, run_federation):
+    """A hook before the head acted twice in them; what came by its name was an IndexError."""
+    module, x = Called(by_name).eval(), torch.randn(3, *SHAPE)
+    torch.testing.assert_close(wrapped(module).eval()(x), module(x))
+    run_federation(lambda: FedAvg(wrapped(Called(by_name))), rounds=1)
+
+
 def test_frozen_parts_stay_as_they_are(set_up_federation):
     loop = set_up_federation(lambda: FedAvg(wrapped(FineTuned())), rounds=2)
     before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
