@@ -83,7 +83,8 @@ class Division:
         require(odd is None, "model", rule)
         if self._places is None:
             _check_live(state, method.state_dict())
-        self._names, self._homes = frozenset(state), _homes(method)
+        self._names, self._count = frozenset(state), _count(method)
+        self._owners = {name.rpartition(".")[0]: owners[name] for name in state if name in owners}
         self._forms = {name: (own.shape, own.dtype) for name, own in state.items()}
         there = {*self.shared, *self.kept}
         self.anew = tuple(name for name, _ in entries if name not in there)
@@ -111,19 +112,16 @@ class Division:
         Raises:
             ConfigError: naming one that a fit has made, or taken away, or whose module is another one.
         """
-        homes = _homes(self._method)
-        if homes == self._homes:
-            return
-        odd = sorted(self._names ^ self._method.state_dict().keys())
         runs_on = "or it would run on from client to client"
-        if odd:
-            came = "gone" if odd[0] in self._names else "new"
-            rule = f"{odd[0]} of its state is {came} after a fit; make it, with its shape, where the module is made"
+        if _count(self._method) != self._count:
+            odd = sorted(self._names ^ self._method.state_dict().keys())[0]
+            came = "gone" if odd in self._names else "new"
+            rule = f"{odd} of its state is {came} after a fit; make it, with its shape, where the module is made"
             raise ConfigError("model", f"{rule}, {runs_on}")
-        if self._places is not None:
-            owner = next((name for name, home, _ in self._places if id(home) not in homes), "").rpartition(".")[0]
-            rule = f"{owner} is another module after a fit; copy into its entries (load_state_dict) instead, {runs_on}"
-            raise ConfigError("model", rule)
+        there = set(parts_of(self._method))
+        other = next((name for name, owner in self._owners.items() if owner not in there), None)
+        rule = f"{other} is another module after a fit; copy into its entries (load_state_dict) instead, {runs_on}"
+        require(other is None, "model", rule)
 
     def check_form(self, name: str, tensor: Tensor) -> None:
         """Refuse an entry of another shape, or kind of numbers, than it had: a client's own state does not go into it.
@@ -184,16 +182,15 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
-def _homes(module: nn.Module) -> dict[int, int]:
-    """The dicts of its parameters and persistent buffers, and how many of these each has, tied ones each time."""
-    homes: dict[int, int] = {}
+def _count(module: nn.Module) -> int:
+    """How many parameters and persistent buffers it has, tied ones each time."""
+    count = 0
     for part in parts_of(module):
-        if part._parameters:
-            homes[id(part._parameters)] = sum(parameter is not None for parameter in part._parameters.values())
-        lasting = [own for name, own in part._buffers.items() if name not in part._non_persistent_buffers_set]
-        if lasting:
-            homes[id(part._buffers)] = sum(buffer is not None for buffer in lasting)
-    return homes
+        for tensor in part._parameters.values():
+            count += tensor is not None
+        for name, buffer in part._buffers.items():
+            count += buffer is not None and name not in part._non_persistent_buffers_set
+    return count
 
 
 def _fixed(method: nn.Module, shared: Sequence[str]) -> tuple[str, ...]:

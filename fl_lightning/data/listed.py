@@ -174,7 +174,7 @@ def _of_fl_bench(content: Any) -> Any:
         return {{"val": "validation"}.get(name, name): part for name, part in parts} if parts else entry
 
     if isinstance(content, Mapping):
-        return {number: named(entry) for number, entry in content.items()}
+        return {str(number): named(entry) for number, entry in content.items()}
     return list(map(named, content)) if isinstance(content, list) else content
 
 

@@ -166,9 +166,9 @@ def test_reviews_have_imdbs_numbers(tmp_path):
     [
         ("new.npz", {"x": np.zeros((2, 6, 5, 3), np.float32)}, r"DATA: must be bytes \(uint8\)"),
         ("new.npz", {"x": np.zeros((2, 9, 5, 3), np.uint8)}, r"DATA: must be bytes .* \[N, \*\[3, 6, 5\]\]"),
-        ("new.npz", {"a": np.zeros(2), "b": np.zeros(2)}, "DATA: .* must hold x, or one array, got 'a, b'"),
+        ("new.npz", {"a": np.zeros(2), "b": np.zeros(2)}, "DATA: .* must hold x, x_test or one array, got 'a, b'"),
         ("new.csv", "text\nhello\n", "DATA: ImageFolder is no data set of tables or texts"),
-        ("new.xls", "", "DATA: must be a folder of images"),
+        ("new.xls", "", "DATA: must be an image or a folder of them"),
         ("new.png", "no image", "broken or not an image"),
         ("", None, "DATA: there is no such file or folder"),
     ],
