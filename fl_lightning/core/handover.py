@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.message import ClassMeans, Message, Structured, version_of
 from fl_lightning.core.walking import parts_of
-from fl_lightning.errors import require
+from fl_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import OwnData
@@ -134,19 +134,13 @@ def begin_fit(method: Method) -> None:
     """
     known = {id(own) for part in parts_of(method) for own in part._parameters.values()}
     method.on_fit_start()
-    for prefix, part in method.named_modules() if not _all_known(method, known) else ():
-        for name, own in part._parameters.items():
-            made = own is not None and own.requires_grad and id(own) not in known
-            rule = (
-                f"{type(method).__name__}.on_fit_start() makes {prefix}.{name} anew, which no optimizer has: copy into"
-            )
-            require(not made, "method", f"{rule} it instead, under torch.no_grad()")
+    learn = (own for part in parts_of(method) for own in part._parameters.values() if own is not None)
+    made = {id(own) for own in learn if own.requires_grad} - known
+    if made:
+        name = next(name for name, own in method.named_parameters() if id(own) in made)
+        rule = f"{type(method).__name__}.on_fit_start() makes {name} anew, which no optimizer has: copy into it instead"
+        raise ConfigError("method", f"{rule}, under torch.no_grad()")
     _cut_off(method)
-
-
-def _all_known(method: nn.Module, known: Collection[int]) -> bool:
-    """Whether all of its parameters are among those, by identity."""
-    return all(id(own) in known for part in parts_of(method) for own in part._parameters.values())
 
 
 def _cut_off(method: nn.Module) -> None:

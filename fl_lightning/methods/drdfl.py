@@ -196,9 +196,10 @@ class DRDFL(Method):
             Reconstruction(weights.reconstruction_weight, decoding.reconstruction_reduction),
         ]
         super().__init__(model, terms=own, extra_terms=extra_terms)
+        taken = {term.name for term in own}
         for term in self.terms.extra:  # it would get the classifier's pass, which has no latents
-            taken = f"{term.name} is DRDFL's own, with its weight under method.weights: leave it out"
-            require(term.name not in {each.name for each in own}, "method.extra_terms", taken, type(term).__name__)
+            rule = f"{term.name} is DRDFL's own, with its weight under method.weights: leave it out"
+            require(term.name not in taken, "method.extra_terms", rule, type(term).__name__)
         self.personanet = ConvEncoder(model.input_shape, latents.personal_size)  # ψ
         self.learngene = VariationalEncoder(model.input_shape, latents.shared_size)  # φ
         self.decoder = ConvDecoder(latents.personal_size + latents.shared_size, model.input_shape)  # θ; ω is the model

@@ -83,8 +83,7 @@ class RecordedRun:
     @property
     def clients(self) -> str:
         """Who holds which samples: runs that have it in common have the same clients; empty where nothing says it."""
-        known = self.partition_hash
-        return f"{known} {self.partition.get('samples', '')}" if known else ""
+        return who_holds({"hash": self.partition_hash, "samples": self.partition.get("samples")})
 
     @cached_property
     def between_clients(self) -> bool:
@@ -164,6 +163,11 @@ def has_ended(summary: Mapping[str, Any], planned: int, done: int = 0) -> bool:
     rounds = rounds if isinstance(rounds, int) else 0
     whole = rounds >= planned or bool(summary.get("stopped"))
     return bool(summary.get("finished")) and whole and rounds >= done
+
+
+def who_holds(record: Mapping[str, Any]) -> str:
+    """Which clients hold which samples, of a `partition.json`; empty where it does not say."""
+    return " ".join(str(record.get(name) or "") for name in ("hash", "samples")) if record.get("hash") else ""
 
 
 def rows_of(path: Path) -> list[Row]:

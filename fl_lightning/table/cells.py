@@ -31,7 +31,7 @@ from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.columns import is_score, is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
-from fl_lightning.report.recorded_run import has_ended, rows_of
+from fl_lightning.report.recorded_run import has_ended, rows_of, who_holds
 from fl_lightning.report.wandb_name import CLASS_PATH
 from fl_lightning.sealed import read_json
 from fl_lightning.table.definition import Column, Definition, Row
@@ -207,10 +207,9 @@ class Cell:
 def _clients_of(path: Path, changed: int) -> str:
     """What a `partition.json` says of its clients, read once until it changes."""
     try:
-        record = read_json(path, "table")
+        return who_holds(read_json(path, "table"))
     except ConfigError:
         return ""
-    return f"{record.get('hash', '')} {record.get('samples', '')}".strip()
 
 
 def cells_of(table: Definition, choice: Choice) -> list[Cell]:
