@@ -257,6 +257,7 @@ class ClientModule(L.LightningModule):
         goes_back = backward if plain else self.manual_backward
         watch = (own.watched(goes_back), own.before_step) if own.watches else (goes_back, None)
         self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, *watch)
+        self._machine.whole = own.whole
         own.machine = self._machine if own.steps_itself else None
         tell_of_steps(self._machine, self.trainer, None if plain else self, own.steps_itself)
         self.meter = LossMeter(devices)

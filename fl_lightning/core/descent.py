@@ -75,6 +75,8 @@ class Machine:
         """Shown every optimizer that has stepped, before its gradients are cleared."""
         self.devices = devices
         self.backward = backward
+        self.whole: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """The context of a backward pass through a model of the user's own."""
         self.autocasts = isinstance(plugin, MixedPrecision)
         self.narrows = self.autocasts and getattr(plugin, "precision", "") == "16-mixed"
         """Whether passes are made in float16, whose small gradients vanish."""
@@ -152,10 +154,7 @@ class Descent:
                 parameter.grad = gradient
         assert self.machine.backward is not None, "a step outside a fit cannot descend"
         own = {"inputs": parameters} if names else {}
-        if self.machine.autocasts:
-            with self.machine.wide():
-                self.machine.backward(loss if share == 1 else loss * share, **own)
-        else:
+        with self.machine.whole(), self.machine.wide():
             self.machine.backward(loss if share == 1 else loss * share, **own)
         if steps_now:
             self.step(optimizers)

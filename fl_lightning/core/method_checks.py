@@ -116,7 +116,9 @@ def _check_phases(method: Method) -> None:
 
 
 def _check_own_steps(method: Method) -> None:
-    """Refuse losses that a model cannot heed that steps by itself, on what it computes alone."""
+    """Refuse parts and losses that a model cannot heed which trains, or even steps, by itself."""
+    rule = f"{type(method).__name__} puts a head or body of its own in the model's place, which no training_step uses"
+    require(method.model.trains_its_parts, "model", rule)
     if not method.model.own.steps_itself:
         return
     losses = [term.name for term in method.terms if term.weight and term.sees != "weights"][1:]

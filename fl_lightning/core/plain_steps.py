@@ -101,7 +101,8 @@ class PlainDescent(Descent):
         if parts or factor != 1 or self.settings.accumulate != 1:
             super().descend(loss, factor, parts, steps_now)
             return
-        backward(loss)
+        with self.machine.whole():
+            backward(loss)
         self.step(self._all)
 
     @override

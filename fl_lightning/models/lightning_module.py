@@ -26,10 +26,11 @@ class WrappedLightningModule(SplitModel):
     """Your own LightningModule: its `training_step` computes the loss, its `configure_optimizers` the optimizer.
 
     What the method adds (a proximal term, phases that train head or body alone) is added to that. Optimizers,
-    schedulers and momentum begin anew in every local fit; `self.trainer` stands for one fit. Predictions are the
-    module's `forward`; parts that its constructor puts into eval mode stay in it; `validation_step` and `test_step` are
-    not called, the run tests by itself. `training_step` is given ``[x, y]``. `setup("fit")` and `configure_model` are
-    called once, here; hooks that would change the training, and that no local fit calls, are refused.
+    schedulers and momentum begin anew in every local fit; `self.trainer` stands for one fit, and predictions, which are
+    the module's `forward`, have none. Parts that the module puts into eval mode before its first fit stay in it;
+    `validation_step` and `test_step` are not called, the run tests by itself. `training_step` is given ``[x, y]``.
+    `setup("fit")` and `configure_model` are called once, here; hooks that would change the training, and that no local
+    fit calls, are refused.
 
     The module is split at its head, the layer that gives the logits: what the layer takes is z [B, D]. Behind it there
     may be a softmax or its logarithm, and nothing else. This is tried out once, on two made-up samples.
@@ -47,6 +48,7 @@ class WrappedLightningModule(SplitModel):
             step fails, or it overrides a hook that is not called.
     """
 
+    own: ModuleTraining
     _resting: Sequence[nn.Module] = ()
     """Parts that stay in eval mode."""
 
@@ -59,12 +61,12 @@ class WrappedLightningModule(SplitModel):
         optimizer: Literal["own", "configured"] = "own",
     ) -> None:
         require_size("num_classes", num_classes)
-        rests = [part for part, own in module.named_modules() if not own.training]
         fill_lazy(module, lambda: input_shape, KEY)
         module = copied(module, KEY)
         name = type(module).__name__
         hooks_of(module)
         build(module)
+        resting = [part for part in module.modules() if not part.training]
         x, out = try_out(module, input_shape, KEY)
         fits = isinstance(out, Tensor) and out.shape == (len(x), num_classes)
         rule = f"{name}'s forward must return logits of shape [B, {num_classes}] for {num_classes} classes"
@@ -75,7 +77,6 @@ class WrappedLightningModule(SplitModel):
         rule = f'"{head}" must give {name}\'s logits; behind it there may be a softmax or its logarithm only'
         require(are_same(logits, out), "model.head", rule)
         require(z is not None and z.dim() == 2, "model.head", f'"{head}" must take one tensor z of shape [B, D]')
-        resting = [module.get_submodule(part) for part in rests]
         joined = Joined(module, head)
         require_nothing_shared(joined.module, joined.head, head)
         super().__init__(CutBody(joined), joined.head, z.shape[1], num_classes, input_shape)  # type: ignore[union-attr]
@@ -84,9 +85,15 @@ class WrappedLightningModule(SplitModel):
         self.train()
         rehearse(self.own, x, torch.arange(len(x)) % num_classes)
 
+    @property
+    @override
+    def trains_its_parts(self) -> bool:
+        joined = self.own.joined
+        return self.head is joined.head and isinstance(self.body, CutBody) and self.body.neck is joined.module
+
     @override
     def train(self, mode: bool = True) -> Self:
-        """Parts that the module's constructor put into eval mode stay in it, as in Lightning's fit."""
+        """Parts that the module has put into eval mode stay in it, as in Lightning's fit."""
         super().train(mode)
         for part in self._resting:
             part.training = False

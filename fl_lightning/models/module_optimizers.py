@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -125,13 +126,14 @@ class Stretch:
             group["lr"] = group.pop("initial_lr", group["lr"])
         return self.optimizers[0] if len(self.optimizers) == 1 else AsOne(self.optimizers)
 
-    def step_with_optimizer(self, batch: Callable[[], int]) -> None:
+    def step_with_optimizer(self, batch: Callable[[], int], whole: AbstractContextManager[Any]) -> None:
         """Let steps of the first optimizer step the schedulers that go by the step, as Lightning's fit does.
 
         Args:
             batch: the number of the present mini-batch in its epoch, from 1, by which their `frequency` goes.
+            whole: the module's, in which they may read its epoch; entered once a step.
         """
-        self.optimizers[0].register_step_post_hook(_stepping(self.schedulers, batch))
+        self.optimizers[0].register_step_post_hook(_stepping(self.schedulers, batch, whole))
 
     def end_epoch(self, epoch: int, logged: Mapping[str, float]) -> None:
         """Step the schedulers that go by the epoch.
@@ -187,13 +189,17 @@ def _within(scheduler: Any) -> Iterator[Any]:
         yield from _within(inner)
 
 
-def _stepping(schedulers: Sequence[Any], batch: Callable[[], int]) -> Callable[..., None]:
+def _stepping(
+    schedulers: Sequence[Any], batch: Callable[[], int], whole: AbstractContextManager[Any]
+) -> Callable[..., None]:
     """What steps schedulers by the step, called after every step of their optimizer."""
+    by_step = [config for config in schedulers if config.interval == "step"]
 
     def step(*_: Any) -> None:
         number = batch()
-        for config in schedulers:
-            if config.interval == "step" and number % config.frequency == 0:
-                config.scheduler.step()
+        due = [config.scheduler for config in by_step if number % config.frequency == 0]
+        with whole if due else nullcontext():
+            for scheduler in due:
+                scheduler.step()
 
     return step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import lightning as L
@@ -54,6 +54,7 @@ class ModuleTraining(OwnTraining):
         self.accumulate, self._lr_factor = 1, 1.0
         self.clipping: Clipping = None
         self._waits_for_end: tuple[Any, ...] = ()
+        self.pull: Pull | None = None
         self._depth = 0  # of the blocks in which the module is whole
         self._skips = False  # the rest of the epoch
         self.has_passed = False
@@ -137,7 +138,7 @@ class ModuleTraining(OwnTraining):
             return [stretch.unmoved()]
         stretch.scale(self._lr_factor)
         if not self.steps_itself:
-            stretch.step_with_optimizer(lambda: self.batch + 1)
+            stretch.step_with_optimizer(lambda: self.batch + 1, self)
         self.present.schedulers += stretch.schedulers
         self.present.add(stretch.optimizers, self.after_step)
         return stretch.optimizers
@@ -177,9 +178,11 @@ class ModuleTraining(OwnTraining):
         self.epoch, self.batch, self._skips = epoch, -1, False
         self.present = self.stretches[phase] if self.stretches else Stretch()
         self._call("on_train_epoch_start")
+        _forget(self, "on_train_epoch_start")
 
     @override
     def logged_in_epoch(self) -> dict[str, float]:
+        self._end_batch()
         return self.logged.means(_on_all_devices(self))
 
     @override
@@ -192,7 +195,8 @@ class ModuleTraining(OwnTraining):
         self.logged_in_fit |= logged
         self.logged_for_run |= self.logged.means(parts, for_run=True)
         if not self.steps_itself:
-            self.present.end_epoch(self.epoch, self.logged_in_fit)
+            with self:  # a schedule may read the module's epoch
+                self.present.end_epoch(self.epoch, self.logged_in_fit)
         self._reset_metrics()
         self.logged = Logged()
         return logged
@@ -205,12 +209,16 @@ class ModuleTraining(OwnTraining):
     def end_fit(self) -> None:
         self._call("on_train_end")
         self._call("on_fit_end")
-        self.stretches, self.present, self.machine = [], Stretch(), None
+        self.stretches, self.present, self.machine, self.pull = [], Stretch(), None, None
 
     def _end_batch(self) -> None:
         if self._waits_for_end:
             self._call("on_train_batch_end", *self._waits_for_end)
             self._waits_for_end = ()
+
+    @override
+    def whole(self) -> AbstractContextManager[Any]:
+        return self
 
     @override
     def watched(self, backward: Callable[..., None]) -> Callable[..., None]:
@@ -236,7 +244,7 @@ class ModuleTraining(OwnTraining):
 
     @override
     def training_pass(self, x: Tensor, y: Tensor, pull: Pull, again: bool = False) -> Pass:
-        self._pull = pull
+        self.pull = pull
         if not again:
             self._end_batch()
             self.batch += 1
@@ -245,6 +253,8 @@ class ModuleTraining(OwnTraining):
         self._skips = self._skips or (not again and self._call("on_train_batch_start", batch, index) == -1)
         if self._skips:
             raise SkippedBatch
+        if not again and index % self.accumulate == 0:
+            _forget(self, "on_train_batch_start")
         self.logged.loss = None
         seen: list[tuple[Tensor, Tensor]] = []
         with self as module:
@@ -262,12 +272,7 @@ class ModuleTraining(OwnTraining):
             loss = None if loss is None else loss.detach().to(x.device)
         elif loss is None:
             raise SkippedBatch
-        z, logits = next((pair for pair in seen if len(pair[0]) == len(y)), (None, None))
-        if z is None or logits is None:  # a step that does not classify: the run's own terms may ask for it still
-            with torch.no_grad():
-                z = self.joined.embed(x)
-                logits = self.joined.head(z)
-        return Pass(z, logits, loss)
+        return Pass(*_at_head(self.joined, seen, x), loss)
 
     # --- what the module calls ----------------------------------------------------------------------------------------
 
@@ -289,19 +294,27 @@ class ModuleTraining(OwnTraining):
             with self.machine.wide() if is_careful(self) else nullcontext():
                 self.watched(backward)(own, *args, **kwargs)
 
-    def pull(self, parameters: Sequence[Tensor]) -> None:
-        """Add what the method's terms add to the gradients of some parameters."""
-        own = [p for p in parameters if p.requires_grad]
-        scaler = None if self.machine is None else self.machine.scaler
-        for parameter, found in zip(own, self._pull(own), strict=True):
-            if found is not None:
-                gradient = found if scaler is None else scaler.scale(found)  # a step divides again
-                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # it may be sparse
+
+def _at_head(joined: Joined, seen: Sequence[tuple[Tensor, Tensor]], x: Tensor) -> tuple[Tensor, Tensor]:
+    """The embedding [B, D] and logits [B, C] that the head has seen of a mini-batch; else made, without gradients."""
+    for z, logits in seen:
+        if len(z) == len(x):
+            return z, logits
+    with torch.no_grad():  # of a step that does not classify: the run's own terms may ask for it still
+        z = joined.embed(x)
+        return z, joined.head(z)
 
 
 def _on_all_devices(training: ModuleTraining) -> list[Any]:
     """What each device that shares a fit has logged in the epoch, by rank; nothing for a fit on one."""
     return [] if training.devices is None else training.devices.gather(training.logged.numbers())
+
+
+def _forget(training: ModuleTraining, hook: str) -> None:
+    """Clear, as Lightning does before a step, what has gathered in parameters that a hook may have added."""
+    adds = hook in training.hooks and not training.steps_itself
+    for optimizer in training.present.optimizers if adds else ():
+        optimizer.zero_grad()
 
 
 def _outputs(said: Any, loss: Any, accumulate: int) -> Any:
@@ -371,6 +384,13 @@ class Together(OwnTraining):
             home.end_fit()
         self.machine = None
         self.logged_for_run = self._shown([home.logged_for_run for home in self.homes])
+
+    @override
+    def whole(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for home in self.homes:
+            stack.enter_context(home)
+        return stack
 
     @override
     def watched(self, backward: Callable[..., None]) -> Callable[..., None]:

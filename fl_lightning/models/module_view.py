@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_optimizers import Stretch
-from fl_lightning.models.own_training import Clipping, trained_by
+from fl_lightning.models.own_training import Clipping, Pull, trained_by
 
 _NAMED: dict[Any, str] = {getattr(torch, name): name for name in ("mean", "sum", "max", "min")}
 _REDUCTIONS = {**_NAMED, sum: "sum", max: "max", min: "min"}
@@ -220,13 +220,10 @@ class LocalFit(Protocol):
     clipping: Clipping
     logged: Logged
     logged_in_fit: dict[str, float]
+    pull: Pull | None
 
     def before_step(self, optimizer: Any) -> None:
         """One of the module's optimizers is about to step."""
-        ...
-
-    def pull(self, parameters: Sequence[Tensor]) -> None:
-        """Add what the method's terms add to the gradients of some parameters."""
         ...
 
 
@@ -235,6 +232,17 @@ def bring_together(training: LocalFit) -> None:
     if training.devices is not None:
         with training.joined as joined:
             training.devices.average_gradients(list(joined.module.parameters()))
+
+
+def add_pulled(training: LocalFit, parameters: Sequence[Tensor]) -> None:
+    """Add what the method's terms add to the gradients of some parameters."""
+    assert training.pull is not None, "a step outside a fit pulls nothing"
+    own = [p for p in parameters if p.requires_grad]
+    scaler = None if training.machine is None else training.machine.scaler
+    for parameter, found in zip(own, training.pull(own), strict=True):
+        if found is not None:
+            gradient = found if scaler is None else scaler.scale(found)  # a step divides again
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # it may be sparse
 
 
 def is_careful(training: LocalFit) -> bool:
@@ -304,7 +312,7 @@ class PulledOptimizer:
 
     def _pull(self) -> None:
         bring_together(self._training)  # once more, for who goes back without `manual_backward`
-        self._training.pull(trained_by(self.optimizer))
+        add_pulled(self._training, trained_by(self.optimizer))
         machine = self._training.machine
         if is_careful(self._training):
             machine.careful.prepare_step(self.optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -175,6 +176,10 @@ class OwnTraining:
 
     def end_fit(self) -> None:
         """The fit ends."""
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Within it the model is as its own code expects it: a backward pass may call that code once more."""
+        return nullcontext()
 
     def watched(self, backward: Callable[..., None]) -> Callable[..., None]:
         """A backward pass with the model's own hooks around it.

@@ -98,6 +98,11 @@ class SplitModel(nn.Module):
         return self._input_shape
 
     @property
+    def trains_its_parts(self) -> bool:
+        """Whether what a loss of the model's own trains is the body and the head that it predicts by."""
+        return True
+
+    @property
     def embeds_by_body(self) -> bool:
         """Whether embeddings and maps are what the body makes, and nothing of a subclass's own."""
         kind = type(self)

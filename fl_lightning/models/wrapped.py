@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.checks import require_size
 from fl_lightning.models.copying import copied
 from fl_lightning.models.encoders import attention_step_by_step
-from fl_lightning.models.head_cut import said_of_compiled
+from fl_lightning.models.head_cut import said_of_compiled, watched
 from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.weights import load_file
 
@@ -108,6 +109,8 @@ def split_at(
 
     classifier = network.get_submodule(head)
     parent, _, child = head.rpartition(".")
+    last = f'"{head}" must be the last thing that {name} does'
+    trains_otherwise = _in_training(network, head, x)
     with _shaken(network, classifier):
         expected = _evaluate(network, x)
         setattr(network.get_submodule(parent), child, nn.Identity())
@@ -115,7 +118,8 @@ def split_at(
         for feature in features:
             require_submodule(network, "model.features", feature)
         body = HookedBody(network, features)
-        z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
+        z = _embedding_at_split(body, classifier, x, expected, last)
+    require(not trains_otherwise, "model.head", f"{last}, in training, too, where {trains_otherwise}")
     _evaluate(body, x, body.forward_features)
     return body, classifier, z.shape[1]
 
@@ -139,20 +143,37 @@ def freeze(network: nn.Module, names: Sequence[str]) -> None:
 
 @contextmanager
 def _shaken(network: nn.Module, head: nn.Module) -> Iterator[None]:
-    """Move numbers and vectors but a head's for a while: a learned scale behind it is not seen as long as it is 1."""
-    own = {id(parameter) for parameter in head.parameters()}
-    moved = [p for p in network.parameters() if id(p) not in own and p.dim() <= 1 and p.is_floating_point()]
-    before = [parameter.detach().clone() for parameter in moved]
+    """Move numbers and vectors but a head's for a while: a scale behind it is not seen as long as it is 1."""
+    own = {id(tensor) for tensor in _state(head)}
+    moved = [t for t in _state(network) if id(t) not in own and t.dim() <= 1 and t.is_floating_point()]
+    before = [tensor.detach().clone() for tensor in moved]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in moved:
-            parameter.mul_(1.1 + 0.2 * torch.rand((), generator=generator).item()).add_(0.1)
+        for tensor in moved:
+            tensor.mul_(1.1 + 0.2 * torch.rand((), generator=generator).item()).add_(0.1)
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in zip(moved, before, strict=True):
-                parameter.copy_(value)
+            for tensor, value in zip(moved, before, strict=True):
+                tensor.copy_(value)
+
+
+def _in_training(network: nn.Module, head: str, x: Tensor) -> str:
+    """What a network does behind its head in training alone, such as dropout on logits; empty if nothing is seen."""
+    seen: list[tuple[Any, Any]] = []
+    twin = copy.deepcopy(network).train()  # a pass in training may leave anything behind
+    watched(twin.get_submodule(head), seen)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            out = twin(x)
+    except Exception:  # two samples may be too few in training: what is wrong with these shows in a fit
+        return ""
+    if not isinstance(out, Tensor):
+        return f"{type(network).__name__} gives {shape_of(out)}"
+    logits = seen[-1][1] if seen else out
+    same = logits.shape == out.shape and torch.allclose(logits, out, rtol=1e-3, atol=1e-4, equal_nan=True)
+    return "" if same else "something follows it"
 
 
 class HookedBody(Body):

@@ -44,6 +44,7 @@ from fl_lightning.methods.moon import MOON
 from fl_lightning.methods.perfedavg import PerFedAvg
 from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.lightning_module import WrappedLightningModule
+from fl_lightning.models.split import Body
 from fl_lightning.models.wrapped import WrappedModel
 
 SHAPE = (1, 8, 8)
@@ -493,14 +494,25 @@ def test_a_scheduler_that_watches_a_value_goes_by_the_epoch(set_up_federation):
         set_up_federation(lambda: FedAvg(wrapped(Watches())), rounds=1)
 
 
-def test_parts_that_a_module_is_made_with_in_eval_mode_stay_in_it(set_up_federation):
+@pytest.mark.parametrize("where", ["__init__", "setup", "configure_model"])
+def test_parts_that_a_module_puts_into_eval_mode_stay_in_it(where, set_up_federation):
     """As in Lightning's fit: batch norm of a network that was trained before must not move."""
     modes = []
 
     class Rests(Scheduled):
         def __init__(self):
             super().__init__()
-            self.norm = nn.BatchNorm1d(8).eval()
+            self.norm = nn.BatchNorm1d(8)
+            self.rest("__init__")
+
+        def setup(self, stage):
+            self.rest("setup")
+
+        def configure_model(self):
+            self.rest("configure_model")
+
+        def rest(self, here):
+            self.norm.train(self.norm.training and here != where)
 
         def forward(self, x):
             return self.head(self.norm(self.net(x)))
@@ -513,6 +525,21 @@ def test_parts_that_a_module_is_made_with_in_eval_mode_stay_in_it(set_up_federat
     assert set(modes) == {(True, True, False)}
     (counted,) = (value for name, value in loop.runner.modules[0].entries.items() if "num_batches" in name)
     assert counted == 0
+
+
+class CopiesAtEnd(FedAvg):
+    """Keeps a copy of the model that was trained."""
+
+    def on_fit_end(self):
+        super().on_fit_end()
+        kept = copy.deepcopy(self.model)
+        assert all(
+            torch.equal(one, other) for one, other in zip(kept.parameters(), self.model.parameters(), strict=True)
+        )
+
+
+def test_a_module_can_be_copied_behind_its_fit(run_federation):
+    run_federation(lambda: CopiesAtEnd(wrapped(Scheduled())), rounds=2)
 
 
 def test_the_end_of_a_mini_batch_is_told_its_loss_as_lightning_does(set_up_federation):
@@ -645,6 +672,24 @@ def test_layers_that_are_compiled_are_not_said_to_be_missing():
 def test_a_method_with_another_head_is_refused():
     with pytest.raises(ConfigError, match="model: FedETF replaces the head, which a module's own step would not use"):
         FedETF(wrapped(Sgd()))
+
+
+class OwnHead(FedAvg):
+    def __init__(self, model):
+        super().__init__(model)
+        model.head = copy.deepcopy(model.head)
+
+
+class OwnBody(FedAvg):
+    def __init__(self, model):
+        super().__init__(model)
+        model.body = Body([], nn.Sequential(model.body, nn.Tanh()))
+
+
+@pytest.mark.parametrize("kind", [OwnHead, OwnBody])
+def test_a_method_of_ones_own_that_puts_parts_in_the_modules_place_is_refused(kind, set_up_federation):
+    with pytest.raises(ConfigError, match=f"^model: {kind.__name__} puts a head or body of its own in the model's"):
+        set_up_federation(lambda: kind(wrapped(Sgd())))
 
 
 def test_manual_optimization_is_refused_where_a_method_cannot_add_its_loss(set_up_federation, run_federation):

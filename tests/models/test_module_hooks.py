@@ -1,5 +1,6 @@
 """What a user's own LightningModule overrides: what a local fit calls, and what is refused."""
 
+import copy
 import csv
 import warnings
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.core.finetuning import FineTune
@@ -806,3 +808,118 @@ def test_what_a_module_freezes_as_a_fit_begins_stays_frozen(run_federation):
     sent, received = (own[1, 0].weights for own in (loop.diary.sent, loop.diary.received))
     stood = {name for name in sent if torch.equal(sent[name], received[name])}
     assert stood == {name for name in sent if "hidden" in name} != set()
+
+
+# --- the module is whole, and Lightning's order kept, on the way back -------------------------------------------------
+
+
+def fitted_by_lightning(module, data, client=-1, epochs=2, **flags):
+    """A module after Lightning's own fit to a client's samples, in their order."""
+    (x, y), *_ = data.clients[client].passes("train")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **flags,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    return trainer
+
+
+class Looks(Plain):
+    """A schedule, a hook of gradients and a pass that is made again on the way back look at the module."""
+
+    def __init__(self, interval):
+        super().__init__()
+        self.interval, self.seen = interval, []
+        self.hidden.weight.register_hook(self.look)
+
+    def look(self, gradient):
+        self.seen.append((self.current_epoch, self.trainer.max_epochs, sum(p.numel() for p in self.parameters())))
+
+    def classify(self, z):
+        self.seen.append((type(self.fc).__name__,))
+        return self.fc(z)
+
+    def forward(self, x):
+        return checkpoint(self.classify, self.hidden(x.flatten(1)).relu(), use_reentrant=False)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + self.current_epoch))
+        self.optimizer = optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_what_looks_at_a_module_on_the_way_back_sees_it_whole(interval, set_up_federation, make_data):
+    data, theirs = make_data(), Looks(interval)
+    fitted_by_lightning(theirs, data)
+    loop = set_up_federation(lambda: FedAvg(wrapped(Looks(interval))), rounds=1, local_epochs=2, data=data)
+    own = loop.runner.modules[0].method.model.own.joined.module
+    own.seen.clear()  # of the pass that is tried out
+    loop.run()
+    assert own.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"] != 0.2
+    assert set(own.seen) == set(theirs.seen)
+    assert {seen[0] for seen in own.seen} == {0, 1, "Linear"}
+
+
+class Thaws(Plain):
+    """Adds its hidden layer to the optimizer in the second epoch; until then gradients gather there."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def on_train_epoch_start(self):
+        self.thaw("on_train_epoch_start", 0)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.thaw("on_train_batch_start", batch_idx)
+
+    def thaw(self, hook, batch):
+        if (hook, self.current_epoch, batch) == (self.hook, 1, 0):
+            self.optimizers().add_param_group({"params": self.hidden.parameters(), "lr": 0.1})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.fc.parameters(), lr=0.2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
+def test_what_is_added_to_an_optimizer_starts_without_old_gradients(hook, set_up_federation, make_data):
+    torch.manual_seed(0)
+    module, data = Thaws(hook), make_data(counts=((2, 2, 0, 0),))  # one mini-batch
+    theirs = copy.deepcopy(module)
+    loop = set_up_federation(lambda: FedAvg(wrapped(module)), rounds=1, local_epochs=2, data=data)
+    loop.run()
+    fitted_by_lightning(theirs, data)
+    found = final(loop)
+    for name, value in theirs.state_dict().items():
+        own = f"model.head.{name[3:]}" if name.startswith("fc.") else f"model.body.neck.{name}"
+        torch.testing.assert_close(found[own], value)
+
+
+class LogsEnds(Plain):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("ends", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+
+class ReadsEnds(L.Callback):
+    def __init__(self):
+        self.read = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.read.append((float(trainer.callback_metrics["ends"]), trainer.num_training_batches))
+
+
+def test_callbacks_read_what_is_logged_behind_the_last_mini_batch(set_up_federation):
+    callback = ReadsEnds()
+    loop = set_up_federation(lambda: FedAvg(wrapped(LogsEnds())), rounds=1, trainer={"callbacks": [callback]})
+    loop.run()
+    assert len(callback.read) == loop.num_clients
+    assert all(ends == batches > 1 for ends, batches in callback.read)

@@ -45,6 +45,28 @@ class Tempered(UserNet):
         return super().forward(x) / self.temperature
 
 
+class Scaled(UserNet):
+    """A scale behind the head that is a buffer, and 1 at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class DropsLogits(UserNet):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class TwoInTraining(UserNet):
+    def forward(self, x):
+        out = super().forward(x)
+        return (out, out) if self.training else out
+
+
 class LogProbabilities(UserNet):
     def forward(self, x):
         return F.log_softmax(super().forward(x), dim=1)
@@ -217,6 +239,17 @@ def test_wrapped_model_takes_tokens():
             "^model.head: .*must be the last thing that LogProbabilities does",
         ),
         (Tempered(), {"head": "classifier"}, "^model.head: .*must be the last thing that Tempered does"),
+        (Scaled(), {"head": "classifier"}, "^model.head: .*must be the last thing that Scaled does; name"),
+        (
+            DropsLogits(),
+            {"head": "classifier"},
+            "^model.head: .*the last thing that DropsLogits does, in training, too, where something follows it$",
+        ),
+        (
+            TwoInTraining(),
+            {"head": "classifier"},
+            "^model.head: .*that TwoInTraining does, in training, too, where TwoInTraining gives tuple$",
+        ),
         (UserNet(), {"head": "conv"}, '^model.head: "conv" must be the last thing that UserNet does'),
         (ReadsItsHead(), {"head": "classifier.2"}, "^model.head: .*must be the last thing .*it fails"),
         (Maps(), {"head": "head"}, r"^model.head: .*one tensor z of shape \[B, D\], got \(2, 4, 6, 6\)$"),
