@@ -37,6 +37,7 @@ class RecordedRun:
         partition: ``partition.json`` without the samples' indices, likewise.
         rows: the rounds of ``metrics.csv``, at least one.
         notes: what is missing or damaged, a line each.
+        is_past: whether the folder has later rounds than the rows: its models and checkpoints are of these.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class RecordedRun:
     partition: Mapping[str, Any]
     rows: Sequence[Row]
     notes: tuple[str, ...] = ()
+    is_past: bool = False
 
     @property
     def name(self) -> str:
@@ -114,7 +116,8 @@ class RecordedRun:
         federation = self.config.get("federation")
         federation = {**(federation if isinstance(federation, Mapping) else {}), "rounds": rounds}
         notes = tuple(note for note in self.notes if note != self.unfinished)
-        return replace(self, config={**self.config, "federation": federation}, summary={}, rows=rows, notes=notes)
+        config = {**self.config, "federation": federation}
+        return replace(self, config=config, summary={}, rows=rows, notes=notes, is_past=True)
 
 
 def read_run(path: Path, command: str) -> RecordedRun:

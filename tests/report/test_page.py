@@ -302,6 +302,16 @@ def test_classification_layer_is_the_last_of_the_own_head(tmp_path, head, last):
     assert heads_of(read_run(run, "test")).own[0].tolist() == state[last].tolist()
 
 
+def test_models_of_later_rounds_are_not_shown_as_those_of_earlier_ones(tmp_path):
+    """A table's cell that was extended since: its figures are of the first rounds, its models of the last."""
+    folder = make_run(tmp_path / "run", rounds=5)
+    (folder / "models").mkdir()
+    save_tensors(folder / "models" / "00000.pt", {"model.head.weight": torch.ones(3, 3)})
+    run = read_run(folder, "test")
+    assert list(heads_of(run.first(5)).own) == [0]
+    assert heads_of(run.first(3)) == (None, {}, None)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

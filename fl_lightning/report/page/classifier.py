@@ -150,7 +150,9 @@ def class_relation(weight: np.ndarray) -> np.ndarray:
 
 
 def heads_of(run: RecordedRun) -> Heads:
-    """The classification layers that a run's folder holds; what is missing or damaged is left out."""
+    """The classification layers that a run's folder holds; what is missing, damaged or of later rounds is left out."""
+    if run.is_past:
+        return Heads(None, {}, None)
     own = {}
     for client in range(MOST_MODELS):
         state = _load(run.path / "models" / f"{client:05d}.pt")
