@@ -40,6 +40,8 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
         few = ", ".join(map(repr, loop.data.only_tested[:3])) + (", …" if len(loop.data.only_tested) > 3 else "")
         yield f"data: the official test part has classes that the training part has no sample of: {few}"
     yield from (f"federation.callbacks: {said}" for said in never_called(loop.callbacks))
+    if views := loop.runner.residents.views:
+        yield f"federation.channels_last: off, for view of {views} cannot flatten such maps: reshape can, and is faster"
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange
     wire, steps = loop.settings.wire or (), loop.settings.server_optimizer is not None
     rounds = [own for own in wire if isinstance(own, Quantize) and own.ways != "down" and not own.updates]

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.core.facts import Facts
+from fl_lightning.core.freezing import training
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, place_of
 from fl_lightning.federation.alike import make_alike
 from fl_lightning.federation.clients import State
 from fl_lightning.federation.fit_checks import check_fits, check_interfaces, check_whole_epochs
 from fl_lightning.federation.settings import Federation
-from fl_lightning.seeding import seed_global_streams
+from fl_lightning.federation.sickness import OF_VIEWS
+from fl_lightning.models.split import SplitModel
+from fl_lightning.seeding import isolated_streams, seed_global_streams
 
 if TYPE_CHECKING:
     import lightning as L
@@ -55,7 +58,12 @@ class Residents:
     ) -> None:
         self.make_method, self.architecture = make_method, architecture
         self.settings, self.data, self.trainer, self.facts = settings, data, trainer, facts
+        self.views = ""
+        """The model that flattens maps by `view`, which channels last does not allow; empty where none does."""
         self.modules = [self.make(own, fit_settings) for own in range(architecture.max() + 1)]
+        self.channels_last = settings.channels_last and any(map(has_convolution, self.modules))
+        """Whether images are laid out so."""
+        self._look_for_views()
         check_interfaces(self.modules, architecture)
         make_alike(self.modules)
         check_whole_epochs(self.modules, settings)
@@ -64,6 +72,20 @@ class Residents:
         """What clients of an architecture keep, and share, before their first round."""
         self._loose = [module.division.loose() for module in self.modules]
         self._anew = _copy(self.modules[0], self.modules[0].division.anew)
+
+    @torch.no_grad()
+    def _look_for_views(self) -> None:
+        """Leave images as they are where a model flattens maps by `view`, which channels last does not suit."""
+        if not self.channels_last or self.data.store.x.dim() != 4:
+            return
+        x = self.data.store.gather(torch.arange(min(2, len(self.data.store.x))))[0]
+        x = self.trainer.precision_plugin.convert_input(x).to(self.facts.device, memory_format=torch.channels_last)
+        with isolated_streams(self.facts.seed, "inputs"):
+            self.views = next((own for own in (_viewing(each.method.model, x) for each in self.modules) if own), "")
+        if self.views:
+            self.channels_last = False
+            for module in self.modules:
+                _lay_out(module, torch.contiguous_format)
 
     def make(self, architecture: int, fit_settings: FitSettings | None, client: int = -1) -> ClientModule:
         """A module as it is before round 1.
@@ -88,7 +110,7 @@ class Residents:
             raise ConfigError("method", f"cannot be made: {said}") from error
         if fit_settings is not None:
             check_fits(module, self.trainer, self.settings, self.data, self.architecture == architecture)
-        if self.settings.channels_last and has_convolution(module):
+        if self.settings.channels_last and not self.views and has_convolution(module):
             _lay_out(module)
         module.use(self.trainer.precision_plugin)
         return module.to(self.facts.device)
@@ -155,8 +177,21 @@ def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:
     return {name: entries[name].detach().clone() for name in names}
 
 
-def _lay_out(module: ClientModule) -> None:
+def _lay_out(module: ClientModule, layout: torch.memory_format = torch.channels_last) -> None:
     """Channels last where there are channels: `Module.to` asks tensors of five dimensions, too, and they refuse."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() == 4:
-            tensor.data = tensor.data.to(memory_format=torch.channels_last)
+            tensor.data = tensor.data.to(memory_format=layout)
+
+
+def _viewing(model: SplitModel, x: Tensor) -> str:
+    """Which model, and where, cannot flatten what comes of samples so laid out; empty where it can."""
+    try:
+        with training(model, False):
+            model(x)
+    except RuntimeError as error:
+        if OF_VIEWS in str(error):
+            return f"{type(model).__name__}{place_of(error)}"
+    except Exception:  # whatever it is, it comes again where it is said in full
+        return ""
+    return ""

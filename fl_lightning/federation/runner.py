@@ -35,7 +35,7 @@ from fl_lightning.federation.passes import Passes
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.refit import Fits
 from fl_lightning.federation.reports import ClientReport
-from fl_lightning.federation.residents import Residents, has_convolution
+from fl_lightning.federation.residents import Residents
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
@@ -119,7 +119,7 @@ class Runner:
         self._inbound = Inbound()
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
-        data.store.channels_last = settings.channels_last and any(has_convolution(module) for module in self.modules)
+        data.store.channels_last = self.residents.channels_last
         self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
         samples, policy = self.attackers.samples, settings.evaluate  # of copies of the store as it serves by now
         self.evaluator = Evaluator(data, policy, self._autocast, seed, measures, samples)

@@ -112,7 +112,8 @@ class Federation:
             epoch. Numbers agree but for rounding; 0 makes them anew. Augmented samples are.
         worker_timeout: seconds without a sign of life after which a worker counts as lost, >= 5, and the run ends.
         steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
-        channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision.
+        channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision; a line
+            says where a model flattens by `view`, which they do not let it, and images are left as they are.
         callbacks: hooks of your own.
     """
 

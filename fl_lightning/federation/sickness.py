@@ -21,6 +21,8 @@ from fl_lightning.terminal import say
 
 OnClientError = Literal["stop", "skip"]
 LONGEST_REASON = 160
+OF_VIEWS = "view size is not compatible"
+"""What torch says of a `view` of maps whose channels are last."""
 """Characters; round, client and the way to go on stand in the same line."""
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -245,5 +247,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, Unsound):
         return shortened(str(error), LONGEST_REASON)
     where = place_of(error)
-    reason = shortened(f"{type(error).__name__}: {error}", LONGEST_REASON - len(where))
+    said = f"{OF_VIEWS} with channels last: say reshape" if OF_VIEWS in str(error) else error
+    reason = shortened(f"{type(error).__name__}: {said}", LONGEST_REASON - len(where))
     return f"{reason}{where}"

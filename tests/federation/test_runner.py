@@ -11,12 +11,15 @@ from torch import nn
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import trainers as trainers_module
+from fl_lightning.federation.remarks import remarks
 from fl_lightning.federation.settings import EvaluationPolicy
+from fl_lightning.federation.sickness import ClientError
 from fl_lightning.federation.trainers import make_trainer
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
 from fl_lightning.models.split import Body, SplitModel
+from fl_lightning.models.wrapped import WrappedModel
 
 
 def weights_after(loop):
@@ -151,6 +154,38 @@ class Volume(nn.Module):
 
     def forward(self, x):
         return self.conv(x[:, None])[:, 0]
+
+
+class Views(nn.Module):
+    """Flattens as many networks do, which maps whose channels are last do not allow."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 3, 3), nn.Linear(108, 4)
+
+    def forward(self, x):
+        return self.fc(self.conv(x).view(-1, 108))
+
+
+def test_images_are_left_as_they_are_for_a_network_that_flattens_by_view(run_federation):
+    make = lambda: FedAvg(WrappedModel((1, 8, 8), 4, Views(), "fc"))  # noqa: E731
+    loop, other = (run_federation(make, rounds=2, channels_last=last) for last in (True, False))
+    (said,) = (line for line in remarks(loop) if "channels_last" in line)
+    assert said.startswith("federation.channels_last: off, for view of WrappedModel (test_runner.py:")
+    assert not [line for line in remarks(other) if "channels_last" in line]
+    found, wanted = weights_after(loop), weights_after(other)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class ViewsMaps(FedAvg):
+    def local_step(self, step):
+        self.model.features(step.x)[0].view(len(step.x), -1)
+        super().local_step(step)
+
+
+def test_a_method_that_views_maps_hears_what_to_say(conv_net, run_federation):
+    with pytest.raises(ClientError, match=r"with channels last: say reshape \(test_runner.py"):
+        run_federation(lambda: ViewsMaps(conv_net()), rounds=1)
 
 
 def test_of_flat_and_deep_convolutions_the_flat_ones_have_channels_last(conv_net, run_federation):
