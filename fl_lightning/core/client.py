@@ -19,6 +19,7 @@ from fl_lightning.core.division import Division, division_of, load_entries
 from fl_lightning.core.engine import backward
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
+from fl_lightning.core.fit_hooks import FitHooks
 from fl_lightning.core.fit_log import FitLog
 from fl_lightning.core.freezing import batch_norms, norms_in, train_alone, trainable
 from fl_lightning.core.handover import Heard, begin_fit, handed_over
@@ -107,7 +108,7 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.workload = Workload(1 if settings is None else settings.local_epochs)
         self.meter = LossMeter()
-        self.logged, self._running_on = FitLog(), RunningOn(method.modules())
+        self.logged, self._running_on, self._hooks = FitLog(), RunningOn(method.modules()), FitHooks(method)
         self.private: PrivateFit | None = None
         self.compiled: CompiledLosses | None = None
         self.fine_tune: FineTune | None = None
@@ -117,7 +118,7 @@ class ClientModule(L.LightningModule):
         self._plugin: Precision | None = None
         self._machine = Machine()
         self.memory: Memory | None = None
-        self._heard, self._plan = Heard(Message()), Plan()
+        self._heard, self.fitting = Heard(Message()), Plan()  # the latter of the present fit
         self.planned: Plan | None = None
         """Of the fit that begins, where its optimizers may be made of it."""
         check_method(method)
@@ -173,7 +174,8 @@ class ClientModule(L.LightningModule):
         return BoundData(source, self.bench, self.drop_last)
 
     def receive(self, message: Message, source: Any) -> None:
-        """Let the method take a message."""
+        """Let the method take a message; what it knows of a fit is of none yet, not of the client's before it."""
+        self.method.fit = self.method.fit.afresh()
         self._heard = Heard(message)
         self._heard.give(self.method, self.bound(source))
 
@@ -225,22 +227,19 @@ class ClientModule(L.LightningModule):
         assert self.settings is not None, "`settings` is set by the runner"
         return plan_of(self.method, self.workload)
 
-    def limit(self, epoch: int) -> int | None:
-        """How many mini-batches an epoch of the present fit may have; None for all."""
-        return self._plan.at(epoch)[2]
-
     def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
         """Fresh optimizers: neither momentum nor moments cross a round.
 
         One for each part of each phase, and then those that a model which steps by itself has beside them.
         """
         assert self.settings is not None, "`settings` is set by the runner"
-        self._plan, self.planned = self.planned or self.plan(), None
-        epochs, own = self._plan.epochs, self.own
+        self._hooks.begin()
+        self.fitting, self.planned = self.planned or self.plan(), None
+        epochs, own = self.fitting.epochs, self.own
         accumulate, clipping = self.settings.accumulate, self.settings.clipping
         make = own.optimizer(self.settings.optimizer, accumulate, self.lr_factor, clipping)
         fit = self.method.fit = Fit(make, epochs, self.lr_factor, accumulate)
-        made, further = _optimizers(fit, self._plan, own, make)
+        made, further = _optimizers(fit, self.fitting, own, make)
         for optimizer in made:
             optimizer.register_step_post_hook(_count_step(fit))
         made = made if self.private is None else [self.private.wrap(optimizer) for optimizer in made]
@@ -250,9 +249,8 @@ class ClientModule(L.LightningModule):
     def on_train_start(self) -> None:
         """Prepare one fit: meter, devices, optimizers by phase and part."""
         assert self.settings is not None
-        several = self.trainer.world_size > 1
-        devices = self.own.devices = SharedFit(self.trainer.global_rank, self.trainer.world_size) if several else None
-        own = self.own
+        own, several = self.own, self.trainer.world_size > 1
+        devices = own.devices = SharedFit(self.trainer.global_rank, self.trainer.world_size) if several else None
         plain = not several and self.private is None and not own.watches and is_plain(self.trainer)
         goes_back = backward if plain else self.manual_backward
         watch = (own.watched(goes_back), own.before_step) if own.watches else (goes_back, None)
@@ -263,7 +261,7 @@ class ClientModule(L.LightningModule):
         self.meter = LossMeter(devices)
         optimizers = self.optimizers()
         waiting = iter(optimizers if isinstance(optimizers, list) else [optimizers])
-        by_part = [{name: next(waiting) for name in planned.parts} for planned in self._plan]
+        by_part = [{name: next(waiting) for name in planned.parts} for planned in self.fitting]
         own_steps = partial(PlainDescent, self.method.fit, self.trainer) if plain else Descent
         descent = own_steps if self.private is None else partial(PrivateDescent, self.private)
         self._descents = [descent(self._machine, parts, self.settings) for parts in by_part]
@@ -280,8 +278,8 @@ class ClientModule(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""
         assert self.settings is not None
-        index, epoch, _ = self._plan.at(self.current_epoch)
-        planned, method = self._plan[index], self.method
+        index, epoch, _ = self.fitting.at(self.current_epoch)
+        planned, method = self.fitting[index], self.method
         trained = {id(p) for p in planned.parameters}
         if epoch == 0:
             self._left = train_alone(self._trainable, trained, self._left)
@@ -325,6 +323,8 @@ class ClientModule(L.LightningModule):
         if self.memory is not None:
             rows, self.memory.num_samples = batch.step_rows(), batch.num_rows
         for index, (x, y) in enumerate(steps):
+            if index:
+                self.own.end_batch()
             waiting += 1
             is_last = index == len(steps) - 1 and (batch.is_last or self.trainer.is_last_batch)
             steps_now = is_last or waiting >= self.settings.accumulate
@@ -337,6 +337,10 @@ class ClientModule(L.LightningModule):
                     machine.careful.end_batch()
         self._bench.descent.end_bundle()
         self._waiting, self._begins = waiting, False
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Let a model of the user's own hear of it behind the callbacks, as in Lightning."""
+        self.own.end_batch()
         self.logged.tell(self, self.meter, self.own, batch.is_last or self.trainer.is_last_batch)
 
     def on_train_epoch_end(self) -> None:
@@ -363,6 +367,7 @@ class ClientModule(L.LightningModule):
             term.after_fit(self.method)
         self.method.on_fit_end()
         self._running_on.end()
+        self._hooks.end()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Bundles are gathered on the device already; one of a single mini-batch is ``[x, y]`` to callbacks."""

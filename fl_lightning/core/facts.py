@@ -98,7 +98,7 @@ class PlansRounds:
 
 
 class Fit:
-    """What a method may know of its present local fit, and afterwards of the last one.
+    """What a method may know of its client's present local fit, and of it until the client's next receive.
 
     Args:
         optimizer: makes an optimizer of the configuration.
@@ -124,6 +124,10 @@ class Fit:
         """Learning rate of the first optimizer."""
         self.descends = False
         """Whether a step has descended on its losses; others may only log them, or follow gradients of their own."""
+
+    def afresh(self) -> Fit:
+        """One that has not begun, of the same optimizers."""
+        return Fit(self._optimizer, accumulate=self.accumulate)
 
     @property
     def in_last_epoch(self) -> bool:

@@ -281,7 +281,7 @@ class Runner:
             epoch_seed=lambda: self.epoch_seed(self.trainer.current_epoch, round, data.client),
             rules=self.bundle_rules(data.client),
             by_chance=self.private is not None,
-            limit=lambda: module.limit(self.trainer.current_epoch),
+            limit=lambda: module.fitting.at(self.trainer.current_epoch)[2],
         )
         module.own.steps = most_batches(self.trainer, data.num_steps(*bundles.rules[:1], *bundles.rules[2:]))
         module.own.most_steps = self.trainer.max_steps

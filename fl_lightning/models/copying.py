@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -55,14 +55,18 @@ def copied(module: Module, key: str = "model") -> Module:
     return made
 
 
+def hook_tables(module: nn.Module) -> Iterator[tuple[str, MutableMapping[int, Callable[..., Any]]]]:
+    """The hooks of a network and of its parameters' gradients, as torch keeps them by number, with where they are."""
+    for prefix, part in module.named_modules():
+        yield from ((prefix or type(part).__name__, getattr(part, name)) for name in _OF_MODULES)
+    for place, parameter in module.named_parameters():
+        tables = (getattr(parameter, name, None) for name in _OF_PARAMETERS)
+        yield from ((place, table) for table in tables if table is not None)
+
+
 def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     """All hooks of a network, with where they are."""
-    for prefix, part in module.named_modules():
-        for name in _OF_MODULES:
-            yield from ((prefix or type(part).__name__, hook) for hook in getattr(part, name).values())
-    for place, parameter in module.named_parameters():
-        for name in _OF_PARAMETERS:
-            yield from ((place, hook) for hook in (getattr(parameter, name, None) or {}).values())
+    return ((place, hook) for place, table in hook_tables(module) for hook in table.values())
 
 
 def _held(hook: Any) -> Iterator[Any]:

@@ -92,8 +92,11 @@ class ConfiguredOptimizers(OptimizerMaker):
 
 
 def _home_of(parameters: Sequence[nn.Parameter], homes: Sequence[Home]) -> Home:
-    """The module whose some of the parameters are; the first where they are nobody's."""
-    return next((home for home in homes if _holds(home, parameters)), homes[0])
+    """The module whose some of the parameters are; the first where they are nobody's. Tells all that train."""
+    found = [home for home in homes if _holds(home, parameters)]
+    for home in found:
+        home.present.trains = True
+    return found[0] if found else homes[0]
 
 
 def _holds(home: Home, parameters: Sequence[nn.Parameter]) -> bool:

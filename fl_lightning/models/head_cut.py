@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self, override
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.split import Body
 
 
@@ -28,14 +28,18 @@ class Joined:
 
     def __init__(self, module: L.LightningModule, head: str) -> None:
         parent, _, self.child = head.rpartition(".")
-        self.module = module
+        self.module, self.name = module, head
         self.head = module.get_submodule(head)
         self.parent = module.get_submodule(parent)
         self.depth = 1
         self.__exit__()
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the head would be given of inputs [B, …]: z [B, D]."""
+        """What the head would be given of inputs [B, …]: z [B, D].
+
+        Raises:
+            ConfigError: if the module does not come to its head.
+        """
         found: list[Tensor] = []
 
         def stop(head: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -51,6 +55,8 @@ class Joined:
                 pass
             finally:
                 handle.remove()
+        rule = f'"{self.name}" gives {type(self.module).__name__}\'s logits in eval mode'
+        require(bool(found), "model.head", f"{rule}, and forward must come to it in training, too")
         return found[0]
 
     def __enter__(self) -> Self:

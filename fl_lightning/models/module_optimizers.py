@@ -33,6 +33,8 @@ class Stretch:
         self.epochs, self.last = epochs, last
         self.optimizers: list[Any] = []
         """The module's, without the parameters that the phase does not train."""
+        self.trains = False
+        """Whether any of them is the module's."""
         self.schedulers: list[Any] = []
         """Lightning's configurations of its schedulers."""
 
@@ -135,20 +137,21 @@ class Stretch:
         """
         self.optimizers[0].register_step_post_hook(_stepping(self.schedulers, batch, whole))
 
-    def end_epoch(self, epoch: int, logged: Mapping[str, float]) -> None:
-        """Step the schedulers that go by the epoch.
+    def end_epoch(self, epoch: int, logged: Mapping[str, float] | None) -> None:
+        """Step the schedulers that go by the epoch; as in Lightning those that watch something after the module's hook.
 
         Args:
             epoch: that ends; counts from 0.
-            logged: what a scheduler may watch.
+            logged: what a scheduler may watch; None for those that watch nothing.
 
         Raises:
             ConfigError: if one watches what was not logged.
         """
         for config in self.schedulers:
-            if config.interval != "epoch" or (epoch + 1) % config.frequency:
+            watches = logged is not None
+            if config.interval != "epoch" or (epoch + 1) % config.frequency or config.reduce_on_plateau != watches:
                 continue
-            if not config.reduce_on_plateau:
+            if logged is None:
                 config.scheduler.step()
                 continue
             if config.monitor not in logged and not config.strict:

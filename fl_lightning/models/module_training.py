@@ -107,6 +107,9 @@ class ModuleTraining(OwnTraining):
         require(not (self.steps_itself and accumulate > 1), "trainer.accumulate_grad_batches", rule)
         require(not (self.steps_itself and clipping), "trainer.gradient_clip_val", rule)
         self.stretches, self.present = [], Stretch()
+        self.epoch, self.batch, self.num_steps, self.trains = 0, -1, 0, False
+        self._reset_metrics()  # those of a fit that broke off
+        self.logged, self.logged_in_fit, self.logged_for_run = Logged(), {}, {}
         self.accumulate, self._lr_factor, self.clipping = accumulate, lr_factor, clipping
         return ConfiguredOptimizers([self], configured) if self.configured else OwnOptimizers([self])
 
@@ -167,36 +170,31 @@ class ModuleTraining(OwnTraining):
 
     @override
     def start_fit(self) -> None:
-        self.batch, self.num_steps, self.trains = -1, 0, False
-        self._reset_metrics()  # those of a fit that broke off
-        self.logged, self.logged_in_fit, self.logged_for_run = Logged(), {}, {}
         self._call("on_fit_start")
         self._call("on_train_start")
 
     @override
-    def start_epoch(self, phase: int, epoch: int) -> None:
+    def start_epoch(self, phase: int, epoch: int, calls: bool = True) -> None:
         self.epoch, self.batch, self._skips = epoch, -1, False
         self.present = self.stretches[phase] if self.stretches else Stretch()
-        self._call("on_train_epoch_start")
-        _forget(self, "on_train_epoch_start")
+        if calls:
+            self._call("on_train_epoch_start")
+            _forget(self, "on_train_epoch_start")
 
     @override
     def logged_in_epoch(self) -> dict[str, float]:
-        self._end_batch()
         return self.logged.means(_on_all_devices(self))
 
     @override
     def end_epoch(self) -> Mapping[str, float]:
-        self._end_batch()
         self.logged.counts = True
+        _step_schedulers(self)
         self._call("on_train_epoch_end")
         parts = _on_all_devices(self)
         logged = self.logged.means(parts)
         self.logged_in_fit |= logged
         self.logged_for_run |= self.logged.means(parts, for_run=True)
-        if not self.steps_itself:
-            with self:  # a schedule may read the module's epoch
-                self.present.end_epoch(self.epoch, self.logged_in_fit)
+        _step_schedulers(self, self.logged_in_fit)
         self._reset_metrics()
         self.logged = Logged()
         return logged
@@ -207,11 +205,13 @@ class ModuleTraining(OwnTraining):
 
     @override
     def end_fit(self) -> None:
+        self.epoch += 1
         self._call("on_train_end")
         self._call("on_fit_end")
         self.stretches, self.present, self.machine, self.pull = [], Stretch(), None, None
 
-    def _end_batch(self) -> None:
+    @override
+    def end_batch(self) -> None:
         if self._waits_for_end:
             self._call("on_train_batch_end", *self._waits_for_end)
             self._waits_for_end = ()
@@ -245,9 +245,7 @@ class ModuleTraining(OwnTraining):
     @override
     def training_pass(self, x: Tensor, y: Tensor, pull: Pull, again: bool = False) -> Pass:
         self.pull = pull
-        if not again:
-            self._end_batch()
-            self.batch += 1
+        self.batch += not again
         self.logged.batch_size, self.logged.counts = len(y), self.counts
         batch, index = _transferred(self, [x, y]), self.batch
         self._skips = self._skips or (not again and self._call("on_train_batch_start", batch, index) == -1)
@@ -310,6 +308,13 @@ def _on_all_devices(training: ModuleTraining) -> list[Any]:
     return [] if training.devices is None else training.devices.gather(training.logged.numbers())
 
 
+def _step_schedulers(training: ModuleTraining, logged: Mapping[str, float] | None = None) -> None:
+    """Step, at an epoch's end, the schedules that watch nothing, or those that watch what was logged."""
+    if not training.steps_itself:
+        with training:  # one may read the module's epoch
+            training.present.end_epoch(training.epoch, logged)
+
+
 def _forget(training: ModuleTraining, hook: str) -> None:
     """Clear, as Lightning does before a step, what has gathered in parameters that a hook may have added."""
     adds = hook in training.hooks and not training.steps_itself
@@ -337,6 +342,8 @@ class Together(OwnTraining):
         self.homes = list(homes)
         self.has_optimizer, self.steps_itself = homes[0].has_optimizer, homes[0].steps_itself
         self.watches, self.logs = homes[0].watches, homes[0].logs
+        self._training = self.homes
+        """Those of which the present phase trains something: of others no epoch begins or ends."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -363,8 +370,14 @@ class Together(OwnTraining):
 
     @override
     def start_epoch(self, phase: int, epoch: int) -> None:
+        self._training = [home for home in self.homes if home.stretches[phase].trains] or self.homes
         for home in self.homes:
-            home.start_epoch(phase, epoch)
+            home.start_epoch(phase, epoch, home in self._training)
+
+    @override
+    def end_batch(self) -> None:
+        for home in self.homes:
+            home.end_batch()
 
     @override
     def logged_in_epoch(self) -> Mapping[str, float]:
@@ -372,7 +385,7 @@ class Together(OwnTraining):
 
     @override
     def end_epoch(self) -> Mapping[str, float]:
-        return self._shown([home.end_epoch() for home in self.homes])
+        return self._shown([home.end_epoch() if home in self._training else {} for home in self.homes])
 
     def _shown(self, each: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
         """Of what each home has logged, that of the first that trains."""

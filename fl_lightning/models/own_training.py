@@ -166,6 +166,9 @@ class OwnTraining:
     def start_epoch(self, phase: int, epoch: int) -> None:
         """An epoch of a phase begins; both count from 0."""
 
+    def end_batch(self) -> None:
+        """A mini-batch is done, its step made."""
+
     def logged_in_epoch(self) -> Mapping[str, float]:
         """What the model has logged in the present epoch so far, on all devices: they wait for one another."""
         return {}

@@ -156,6 +156,33 @@ class Volume(nn.Module):
         return self.conv(x[:, None])[:, 0]
 
 
+class AsksInReceive(FedAvg):
+    """Notes what it knows of a fit where a message comes in, and where it has been fitted."""
+
+    asked = ()
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.note("receive")
+
+    def send(self, data):
+        self.note("send")
+        return super().send(data)
+
+    def note(self, place):
+        fit = self.fit
+        type(self).asked += ((place, fit.epochs, fit.epoch, fit.num_batches > 0, fit.num_steps > 0, fit.lr > 0),)
+
+
+def test_a_client_knows_of_no_fit_before_its_own(mlp, run_federation):
+    """What was fitted before it is another client, and on several workers yet another."""
+    AsksInReceive.asked = ()
+    run_federation(lambda: AsksInReceive(mlp()), rounds=2, local_epochs=2)
+    sent = {own for own in AsksInReceive.asked if own[0] == "send"}
+    assert sent == {("send", 2, 1, True, True, True)}
+    assert {own for own in AsksInReceive.asked if own[0] == "receive"} == {("receive", 0, 0, False, False, False)}
+
+
 class Views(nn.Module):
     """Flattens as many networks do, which maps whose channels are last do not allow."""
 

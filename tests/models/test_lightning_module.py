@@ -635,6 +635,17 @@ class Behind(Sgd):
         return super().forward(x).exp() + x.mean()
 
 
+class Averaged(Sgd):
+    """Answers by a running average, which its training does not pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return super().forward(x) if self.training else self.average(x.flatten(1))
+
+
 @pytest.mark.parametrize(
     ("module", "options", "said"),
     [
@@ -644,11 +655,12 @@ class Behind(Sgd):
         (Wrong, {}, "model.module: Wrong's training step fails \\(ValueError: not enough values"),
         (Several, {}, "model.module: Several has 2 optimizers, which needs self.automatic_optimization = False"),
         (Behind, {}, "model.head: name the layer of Behind that gives the logits"),
+        (Averaged, {}, "model.head: \"average\" gives Averaged's logits in eval mode, and forward must come to it"),
         (Sgd, {"head": "hidden"}, 'model.head: "hidden" must give Sgd\'s logits'),
         (Sgd, {"head": "fcc"}, r"model.head: must name a submodule of Sgd \(nearest: fc"),
         (lambda: Sgd(manual=True), {"optimizer": "configured"}, "model.optimizer: configured needs a module of auto"),
     ],
-    ids=["GAN", "autoencoder", "no loss", "batch", "optimizers", "behind", "not logits", "misspelt", "manual"],
+    ids=["GAN", "coder", "no loss", "batch", "optimizers", "behind", "average", "not logits", "misspelt", "manual"],
 )  # fmt: skip
 def test_what_is_no_classifier_is_refused_in_one_line(module, options, said):
     with pytest.raises(ConfigError, match=said) as caught:

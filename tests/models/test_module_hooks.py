@@ -923,3 +923,152 @@ def test_callbacks_read_what_is_logged_behind_the_last_mini_batch(set_up_federat
     loop.run()
     assert len(callback.read) == loop.num_clients
     assert all(ends == batches > 1 for ends, batches in callback.read)
+
+
+# --- one module stands for all clients --------------------------------------------------------------------------------
+
+
+class TellsStart(Plain):
+    """Notes what it is told as a fit begins and ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def tell(self, place):
+        trainer, steps = self.trainer, self.global_step
+        self.told.append((place, self.current_epoch, steps, len(trainer.callback_metrics), trainer.is_last_batch))
+
+    def configure_optimizers(self):
+        self.tell("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self):
+        self.tell("on_fit_start")
+
+    def on_train_start(self):
+        self.tell("on_train_start")
+
+    def training_step(self, batch, batch_idx):
+        self.log("size", float(len(batch[1])))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        self.told.append(("on_train_end", self.current_epoch))
+
+
+def test_a_fit_begins_at_its_beginning_whoever_was_fitted_before(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(TellsStart())), rounds=1, local_epochs=2)
+    own = loop.runner.modules[0].method.model.own.joined.module
+    own.told.clear()  # of what is tried out
+    loop.run()
+    begun = ["configure_optimizers", "on_fit_start", "on_train_start"]
+    one = [*((place, 0, 0, 0, False) for place in begun), ("on_train_end", 2)]
+    assert own.told == one * loop.num_clients
+
+
+class Dims(L.Callback):
+    """Halves a gradient by a hook, in every fit or in the first one alone."""
+
+    def __init__(self, once=False):
+        self.once, self.done = once, False
+
+    def on_train_start(self, trainer, pl_module):
+        if not (self.once and self.done):
+            pl_module.method.model.head.bias.register_hook(lambda gradient: gradient * 0.5)
+            pl_module.method.model.body.register_forward_hook(lambda body, x, z: z * 0.5)
+        self.done = True
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_hooks_that_a_fit_is_given_go_with_it(once, mlp, set_up_federation, capsys):
+    """Or the second client's gradients would be halved twice, in this process and not on another worker."""
+    data = {"local_epochs": 1, "rounds": 2, "trainer": {"callbacks": [Dims(once)]}}
+    loop = set_up_federation(lambda: FedAvg(mlp()), **data)
+    loop.run()
+    model = loop.runner.modules[0].method.model
+    assert not model.head.bias._backward_hooks
+    assert not model.body._forward_hooks
+    assert capsys.readouterr().err.count("was given in a local fit ends with it; register one in every fit") == 1
+
+
+class CountsEpochs(Plain):
+    """Counts its epochs in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("epochs", torch.zeros(()))
+
+    def on_train_epoch_start(self):
+        self.epochs += 0.5
+
+    def on_train_epoch_end(self):
+        self.epochs += 0.5
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto, pFedMe])
+def test_a_copy_hears_of_the_epochs_in_which_it_learns(method, set_up_federation):
+    """Ditto trains its two models one after the other, each for two epochs."""
+    loop = set_up_federation(lambda: method(wrapped(CountsEpochs())), rounds=1, local_epochs=2)
+    loop.run()
+    counted = {name: float(value) for name, value in loop.runner.modules[0].entries.items() if name.endswith("epochs")}
+    assert set(counted.values()) == {2.0}
+
+
+class SeesRate(Plain):
+    """Notes the learning rate as an epoch ends, behind a schedule that goes by the epoch."""
+
+    def __init__(self, rates):
+        super().__init__()
+        self.rates = rates
+
+    def on_train_epoch_end(self):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_sees_the_rate_of_the_next_epoch_where_one_ends(set_up_federation, make_data):
+    data, theirs = make_data(), SeesRate([])
+    fitted_by_lightning(theirs, data)
+    loop = set_up_federation(lambda: FedAvg(wrapped(SeesRate([]))), rounds=1, local_epochs=2, data=data)
+    loop.run()
+    assert loop.runner.modules[0].method.model.own.joined.module.rates[:2] == theirs.rates == [0.1, 0.05]
+
+
+class Shared(list):
+    """A list that a copied module writes into, too."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class EndsBatch(Plain):
+    def __init__(self, told):
+        super().__init__()
+        self.told = told
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.told.append(("module", batch_idx))
+
+
+class HearsBatch(L.Callback):
+    def __init__(self, told):
+        self.told = told
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.told.append(("callback", batch_idx))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mini_batch_ends_for_callbacks_first_and_then_for_the_module(set_up_federation, make_data):
+    data, told, theirs = make_data(counts=((4, 4, 0, 0),)), Shared(), Shared()
+    flags = {"callbacks": [HearsBatch(told)]}
+    loop = set_up_federation(lambda: FedAvg(wrapped(EndsBatch(told))), rounds=1, data=data, trainer=flags)
+    told.clear()
+    loop.run()
+    fitted_by_lightning(EndsBatch(theirs), data, epochs=1, callbacks=[HearsBatch(theirs)])
+    assert told == theirs
