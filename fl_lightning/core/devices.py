@@ -6,7 +6,7 @@ gradients for some parameters only are what clients are made of, so they average
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fl_lightning.core.precision import stretches, widened
+from fl_lightning.terminal import say
+from fl_lightning.trust import is_known
 
 
 class Part(NamedTuple):
@@ -50,6 +52,8 @@ class SharedFit:
         rank: this device.
         size: how many there are, at least 2.
     """
+
+    _was_said = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -89,16 +93,25 @@ class SharedFit:
         """Make the client the same on all devices, at the end of a fit.
 
         Parameters are already, but for what a library may round elsewhere; running statistics are averaged, what terms
-        have added up over samples is added up, and counters take the largest.
+        have added up over samples is added up, and counters take the largest. A line names what that moves in a class
+        of somebody's own: a memory of samples makes no sense as a mean.
         """
         added = {id(getattr(term, name)) for term in terms for name in term.accumulates}
         buffers = list(method.buffers())
         rest = [buffer for buffer in buffers if id(buffer) not in added]
+        before = [
+            (place, buffer, buffer.clone()) for place, buffer in _of_own_classes(method) if id(buffer) not in added
+        ]
         _replace([parameter.data for parameter in method.parameters()], lambda own: self.first(widened(own)))
         _replace([buffer for buffer in buffers if id(buffer) in added], self.total)
         floats, others = ([b for b in rest if b.is_floating_point() is kind] for kind in (True, False))
         _replace(floats, lambda own: self.total(widened(own)) / self.size)
         _replace(others, self.largest)
+        moved = (place for place, own, value in before if not torch.allclose(own, value, equal_nan=True))
+        if (place := next(moved, None)) and self.rank == 0 and not SharedFit._was_said:
+            SharedFit._was_said = True
+            kept = "their mean is kept, of whole numbers the largest"
+            say(f"fl-lightning: {place} differs between devices, which see other samples of a mini-batch: {kept}")
 
     def gather(self, value: Any) -> list[Any]:
         """Every device's value, by rank, on every device; for small things."""
@@ -127,6 +140,14 @@ class SharedFit:
         value = value.clone()
         dist.all_reduce(value)
         return value
+
+
+def _of_own_classes(method: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that classes of somebody's own have, with whose they are."""
+    for part in method.modules():
+        kind = type(part)
+        if not is_known(kind.__module__):
+            yield from ((f"{kind.__name__}.{name}", own) for name, own in part.named_buffers(recurse=False))
 
 
 def _replace(tensors: Sequence[Tensor], agreed: Callable[[Tensor], Tensor]) -> None:

@@ -230,6 +230,27 @@ def test_running_sums_hold_all_samples(shared, alone):
     assert torch.load(shared / "running sums.pt")["final"] == pytest.approx(here, abs=0.1)
 
 
+class Remembers(FedAvg):
+    """Keeps what it has seen: of the last mini-batch, or how many."""
+
+    def __init__(self, model, samples):
+        super().__init__(model)
+        self.samples = samples
+        self.register_buffer("memory", torch.zeros(()))
+
+    def local_step(self, step):
+        self.memory.copy_(step.x.mean()) if self.samples else self.memory.add_(1)
+        super().local_step(step)
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_what_devices_keep_of_other_samples_is_named(samples, set_up_federation, mlp, capfd):
+    run = lambda: set_up_federation(lambda: Remembers(mlp(), samples), rounds=2, trainer=TWO).run() and 0  # noqa: E731
+    assert launch(run, Team(2, threads=1)) == 0
+    said = "Remembers.memory differs between devices, which see other samples of a mini-batch: their mean is kept"
+    assert capfd.readouterr().err.count(said) == samples
+
+
 def test_only_the_main_process_writes(shared):
     checkpoints = sorted(path.name for path in (shared / "FedRep" / "checkpoints").glob("*.ckpt"))
     assert checkpoints == ["round-0001.ckpt", "round-0002.ckpt"]
