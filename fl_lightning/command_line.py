@@ -175,7 +175,10 @@ class CommandLine:
         try:
             yield
         except ConfigError as error:
-            raise self.as_written(error) from error
+            said = self.as_written(error)
+            if said is error:
+                raise
+            raise said from error
 
     def as_written(self, error: ConfigError) -> ConfigError:
         """An error about the key as it was written, where a class names an argument without saying where it belongs.

@@ -36,6 +36,20 @@ def resolved(*argv):
     return resolve(CommandLine(argv).tree, Trust())
 
 
+def test_an_error_that_is_said_as_it_is_has_no_cause_that_is_itself():
+    """Who follows causes would never come to an end."""
+    with pytest.raises(ConfigError) as raised:
+        Experiment("quickstart", rounds=3)
+    seen = error = raised.value
+    while (error := error.__cause__) is not None:
+        assert error is not seen
+
+
+def test_what_is_no_data_set_hears_how_to_bring_one():
+    with pytest.raises(ConfigError, match="subclass of Dataset; bring a torch data set, a LightningDataModule"):
+        Experiment("quickstart", {"data": {"dataset": {"class_path": "lightning.LightningDataModule"}}})
+
+
 @pytest.mark.parametrize("text", ["[cat]", "a: b", "{x}", "plain", "1e3"])
 def test_a_text_of_python_stays_a_text_where_the_key_takes_one(text):
     """A column's name in brackets was read as a list of it."""

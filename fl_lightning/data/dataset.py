@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,11 @@ class Dataset(ABC):
 
     paper: str = ""
     """One line saying whom to cite."""
+    otherwise: ClassVar[str] = (
+        "bring a torch data set, a LightningDataModule's too, by TorchDataset, and arrays, tables and folders by "
+        "ArrayFile, CSVTable, TextFile and ImageFolder"
+    )
+    """What to do with a class that is none."""
 
     @abstractmethod
     def arrays(self) -> Arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from fl_lightning.data.text import as_text
 from fl_lightning.data.tokens import Words
 from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.files import expanded
+from fl_lightning.seeding import kept_streams
+from fl_lightning.terminal import say
+
+_ASKED_TWICE = 8  # samples of a part, by which transforms that draw show themselves
 
 
 class TorchDataset(Dataset):
@@ -103,7 +108,7 @@ class TorchDataset(Dataset):
             except Exception as error:  # whatever it raises: a file that cannot be read, a column that is not there
                 said = f"sample {index} of {type(part).__name__} raises {type(error).__name__}: {error}"
                 raise ConfigError(f"{KEY}.{name}", said) from error
-            values = as_array(sample) if isinstance(sample, Tensor) else _pixels(sample, f"{KEY}.{name}", index)
+            values = _values(sample, name, index)
             if found and values.shape != found[0][0].shape:
                 shapes = f"{list(values.shape)}, sample 0 {list(found[0][0].shape)}"
                 raise ConfigError(f"{KEY}.{name}", f"inputs must have one shape: sample {index} is {shapes}")
@@ -115,7 +120,22 @@ class TorchDataset(Dataset):
                 require(label.reshape(-1).shape[0] == 1, f"{KEY}.{name}", rule, list(label.shape))
             found.append((values, label.item() if isinstance(label, Tensor | np.ndarray | np.generic) else label))
         require(bool(found), f"{KEY}.{name}", "is empty", type(part).__name__)
+        if _draws(part, [values for values, _ in found[:_ASKED_TWICE]], name):
+            said = "gives a sample otherwise when it is asked again, and is asked once: transforms that draw are frozen"
+            say(f"fl-lightning: {KEY}.{name}: {type(part).__name__} {said}; data.augmentation draws in every epoch")
         return found
+
+
+def _values(sample: Any, name: str, index: int) -> np.ndarray:
+    return as_array(sample) if isinstance(sample, Tensor) else _pixels(sample, f"{KEY}.{name}", index)
+
+
+def _draws(part: TorchBase[Any], first: Sequence[np.ndarray], name: str) -> bool:
+    """Whether a data set gives its first samples otherwise when it is asked again, as random transforms do."""
+    with suppress(Exception), kept_streams():  # whatever it raises a second time: it was asked
+        again = [_values(part[index][0], name, index) for index in range(len(first))]
+        return any(one.tobytes() != other.tobytes() for one, other in zip(first, again, strict=True))
+    return False
 
 
 def _class_names(part: Any) -> list[str] | None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import pickle
+import random
 import re
 import sys
 from dataclasses import replace
@@ -30,6 +31,7 @@ from fl_lightning.data.splits import from_file, matched
 from fl_lightning.data.tokens import TextFile, Words
 from fl_lightning.data.unlabelled import read_unlabelled
 from fl_lightning.errors import ConfigError
+from fl_lightning.seeding import seed_global_streams
 
 
 def checked(dataset):
@@ -449,6 +451,33 @@ def test_two_names_are_no_input_and_label(sample):
     """Of a mapping Python unpacks the keys: the line was that the inputs are no numbers."""
     with pytest.raises(ConfigError, match=rf"sample 0 of list must be \(input, label\), got '{type(sample).__name__}'"):
         TorchDataset([sample]).arrays()
+
+
+class Jitters(TensorDataset):
+    """Adds noise of one of the global streams to every sample that it gives."""
+
+    def __init__(self, draw):
+        super().__init__(torch.ones(12, 4), torch.arange(12) % 3)
+        self.draw = draw
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + float(self.draw()), y
+
+
+DRAWS = {"torch": lambda: torch.rand(()), "numpy": np.random.rand, "python": random.random, "none": float}
+
+
+@pytest.mark.parametrize("stream", DRAWS)
+def test_transforms_that_draw_are_frozen_with_a_line(stream, capsys):
+    seed_global_streams(3, "test")
+    arrays = TorchDataset(Jitters(DRAWS[stream]), normalize="none").arrays()
+    following = DRAWS[stream]()
+    said = "data.dataset.train: Jitters gives a sample otherwise when it is asked again, and is asked once"
+    assert capsys.readouterr().err.count(said) == (stream != "none")
+    seed_global_streams(3, "test")
+    assert [float(DRAWS[stream]()) for _ in range(12)] == pytest.approx((arrays.x[:, 0] - 1).tolist(), abs=1e-6)
+    assert DRAWS[stream]() == following  # asking again moves no stream
 
 
 def test_a_torch_data_set_that_cannot_give_a_sample_names_it():
