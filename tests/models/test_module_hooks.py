@@ -1059,6 +1059,9 @@ class HearsBatch(L.Callback):
     def __init__(self, told):
         self.told = told
 
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.told.append(("callback begins", batch_idx))
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.told.append(("callback", batch_idx))
 
