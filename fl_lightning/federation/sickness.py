@@ -21,9 +21,9 @@ from fl_lightning.terminal import say
 
 OnClientError = Literal["stop", "skip"]
 LONGEST_REASON = 160
+"""Characters; round, client and the way to go on stand in the same line."""
 OF_VIEWS = "view size is not compatible"
 """What torch says of a `view` of maps whose channels are last."""
-"""Characters; round, client and the way to go on stand in the same line."""
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
