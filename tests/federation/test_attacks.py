@@ -351,10 +351,18 @@ def test_colluding_attackers_work_behind_a_private_mean(mlp, set_up_federation):
 # --- who counts -------------------------------------------------------------------------------------------------------
 
 
+class Says(FedAvg):
+    """Logs who it is."""
+
+    def local_step(self, step):
+        super().local_step(step)
+        step.log({"square": torch.tensor(self.facts.client**2.0)})
+
+
 def test_attackers_count_in_no_mean_and_are_marked(mlp, set_up_federation, tmp_path):
     recorder = Recorder(tmp_path, {})
     options = {"attack": Attack(clients=[0, 3]), "callbacks": [recorder], "newcomers": Newcomers(1, 1)}
-    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=2, **options)
+    loop = set_up_federation(lambda: Says(mlp()), rounds=2, **options)
     with recorder:
         final = loop.run()
     for row in loop.diary.rows:
@@ -364,6 +372,7 @@ def test_attackers_count_in_no_mean_and_are_marked(mlp, set_up_federation, tmp_p
             assert row[f"{column}_min"] == pytest.approx(min(own))
         losses = [loop.diary.reports[row["round"], client].losses["loss"] for client in (1, 2)]
         assert row["loss"] == pytest.approx(np.mean(losses))
+        assert row["log/square"] == 2.5
         assert "Local-T_newcomers" not in row  # the only one attacks
         assert "loss_newcomers" not in row
     assert loop.diary.rows[1]["receive_drop"] == pytest.approx(

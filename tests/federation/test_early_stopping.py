@@ -131,6 +131,11 @@ def test_a_run_ends_early_as_a_whole_one(mlp, run_federation, stopping):
     assert short.ended == ""
 
 
+def test_patience_counts_the_evaluated_rounds_of_a_run(mlp, run_federation, stopping):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=9, evaluate_every=2, **stopping)
+    assert (loop.round, loop.patience.waited) == (6, 2)
+
+
 def test_patience_survives_a_stop(mlp, set_up_federation, stopping, tmp_path):
     options = {"rounds": 9, "folder": tmp_path, **stopping}
     first = set_up_federation(lambda: FedAvg(mlp()), **options)

@@ -143,6 +143,23 @@ def test_adaptation_runs_on_a_throw_away_copy(mlp, evaluated, assert_identical):
     assert scores["Local-T"] == accuracy(module, loop.data, loop.data.clients[3].test)
 
 
+class Counted(Tuned):
+    """Counts its adaptations in what is in no state."""
+
+    def setup(self):
+        self.register_buffer("adapted", torch.zeros(()), persistent=False)
+
+    def adapt(self, data):
+        super().adapt(data)
+        self.adapted += 1
+
+
+def test_adaptation_leaves_nothing_in_buffers_that_are_in_no_state(mlp, evaluated):
+    _, evaluator, module = evaluated(lambda: Counted(mlp()))
+    evaluator.client(module, 0, "trained")
+    assert module.method.adapted == 0
+
+
 @pytest.mark.parametrize("where", ["adapt", "scores"])
 def test_adaptation_that_fails_does_not_leak(mlp, evaluated, assert_identical, where):
     class Fails(Tuned):

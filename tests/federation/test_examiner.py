@@ -16,6 +16,7 @@ from fl_lightning.core.method import Method, Predictor, Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.early_stopping import EarlyStopping
+from fl_lightning.federation.evaluation import join_batches
 from fl_lightning.federation.examiner import holds
 from fl_lightning.federation.model_files import full_state
 from fl_lightning.federation.reexamination import reexamine
@@ -655,6 +656,14 @@ def test_a_model_that_draws_in_eval_mode_is_tested_by_streams_of_the_mini_batche
     )
     assert plain.runner.evaluator.draws
     assert_identical(outcome(plain), outcome(other))
+
+
+def test_a_model_that_draws_in_eval_mode_says_the_same_however_workers_share_its_mini_batches(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(Samples()), evaluate=EvaluationPolicy(batch_size=2))
+    evaluator, module, union = loop.runner.evaluator, loop.runner.modules[0], loop.data.server_test
+    (whole,) = evaluator.batches(module, union).values()
+    shares = [evaluator.batches(module, union, rank, 2)[""] for rank in (0, 1)]
+    assert torch.equal(join_batches(shares).loss, join_batches([whole]).loss)
 
 
 class Halves(nn.Module):

@@ -68,6 +68,12 @@ def test_star_keeps_its_message_when_nobody_posts(star, assert_identical):
     assert_identical(star.inbox(0).state_dict()["weights"], before["weights"])
 
 
+def test_a_server_is_told_who_was_left_out_of_its_round(star):
+    star.open(1, [0, 1, 2])
+    star.withdraw([1])
+    assert star.server.facts.participants == (0, 2)
+
+
 def test_star_state_round_trips_through_a_file(mlp, make_client, tmp_path, assert_identical):
     star = Star()
     star.setup(make_client(FedProto(mlp())), Facts(2))

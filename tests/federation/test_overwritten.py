@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fl_lightning.core import recording
+from fl_lightning.core.server import Server
 from fl_lightning.methods.fedavg import FedAvg
 
 DATA = [(2, 2, 2, 2), (6, 1, 6, 6), (4, 4, 4, 4), (5, 5, 1, 5)]
@@ -214,3 +215,34 @@ def test_nor_where_the_next_ones_come_in_while_a_device_works(way, cohort, same,
     kind = type("Holding", (Holding,), {"way": way})
     loop = same(lambda: kind(mlp()), cohort=cohort, graph="auto")
     assert "set it anew, or keep it in a buffer" in loop.cohort.reason
+
+
+class LeavesOut(Server):
+    """Sends all but one of the weights."""
+
+    def message_for(self, client):
+        weights = {name: own for name, own in self.message.weights.items() if name != "model.head.bias"}
+        return replace(self.message, weights=weights)
+
+
+class Begins(FedAvg):
+    """Takes down what its fits begin with, and keeps something, which is all that is put back of a client."""
+
+    seen = ()
+
+    def setup(self):
+        super().setup()
+        self.register_buffer("kept", torch.zeros(()))
+
+    def make_server(self, initial, facts):
+        return LeavesOut(initial)
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.seen = (*self.seen, self.model.head.bias.tolist())
+
+
+def test_what_a_server_leaves_out_is_not_what_the_last_client_has_made_of_it(mlp, run_federation):
+    loop = run_federation(lambda: Begins(mlp()), rounds=2)
+    first, *others = loop.runner.modules[0].method.seen
+    assert others == [first] * 7

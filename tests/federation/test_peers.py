@@ -7,7 +7,7 @@ import torch
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
-from fl_lightning.core.mixing import MeanMixer
+from fl_lightning.core.mixing import Heard, MeanMixer
 from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
@@ -654,6 +654,11 @@ def test_method_that_needs_its_server_is_refused(kind, mlp, set_up_federation):
 def test_bad_graphs_are_refused(make, rule):
     with pytest.raises(ConfigError, match=rule):
         make()
+
+
+def test_where_shares_do_not_count_artifacts_of_all_neighbours_count_alike():
+    heard = [Heard(client, Message({}, {"a": torch.tensor(4.0 * client)}, 1 + 2 * client), 0.5) for client in (0, 1)]
+    assert MeanMixer(own=False).mix(None, heard, None).artifacts["a"] == 2
 
 
 class Counts(MeanMixer):
