@@ -50,6 +50,13 @@ def test_quarter_turns_move_pixels_and_change_none():
     assert not torch.equal(turned, x)
 
 
+def test_all_angles_turn_the_same_way():
+    x = torch.zeros(1, 1, 9, 9, dtype=torch.uint8)
+    x[..., 4, 7] = 255
+    quarter, nearly = (apply(RotationSkew([angle]), x, 0)[0] for angle in (90.0, 89.0))
+    assert quarter.argmax() == nearly.argmax()
+
+
 def test_colours_are_one_draw_a_client():
     x = images()
     x = x // 4 + 96  # away from both ends
@@ -59,6 +66,13 @@ def test_colours_are_one_draw_a_client():
     assert not torch.equal(first, other)
     gains = [np.polyfit(x[:, c].flatten().float(), first[:, c].flatten().float(), 1)[0] for c in range(3)]
     assert all(0.8 - 0.02 <= gain <= 1.2 + 0.02 for gain in gains)
+
+
+def test_offsets_of_colours_are_on_the_full_scale():
+    x = torch.full((1, 3, 2, 2), 128, dtype=torch.uint8)
+    made, draw = apply(ColourSkew(0.5), x, 0)[0], np.random.default_rng(0)
+    gain, offset = draw.uniform(0.5, 1.5, 3), draw.uniform(-0.25, 0.25, 3)
+    assert made[0, :, 0, 0].tolist() == np.clip(np.round(128 * gain + 255 * offset), 0, 255).tolist()
 
 
 def test_clients_of_one_concept_agree_and_the_others_rename_classes():

@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fl_lightning.core.combining import CombiningServer
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedamp import FedAMP
 from fl_lightning.methods.local import Local
@@ -65,6 +68,14 @@ def test_shares_never_exceed_one(mlp, run_federation):
     assert shares.sum(1).tolist() == pytest.approx([1.0] * 4)
     assert shares.diagonal().tolist() == pytest.approx([0.0] * 4)
     assert (shares >= 0).all()
+
+
+def test_who_sits_out_keeps_its_combination():
+    server = CombiningServer(Message({"w": torch.zeros(1)}), ["w"], lambda messages: torch.eye(len(messages)))
+    server.setup(Facts(num_clients=2))
+    for sent in ({0: 1.0, 1: 2.0}, {0: 5.0}):
+        server.aggregate({client: Message({"w": torch.tensor([own])}, {}, 1) for client, own in sent.items()})
+    assert [float(server.message_for(client).weights["w"]) for client in (0, 1)] == [5, 2]
 
 
 def test_it_resumes(mlp, assert_resumes):

@@ -121,11 +121,19 @@ def test_most_wanted_models_are_lent():
 
 
 def test_exploration_is_by_chance_and_fades():
-    """At ε = 1 all pairs of the three others come up, about equally; after a round at a decay of 1 the best."""
+    """At ε = 1 all pairs of the three others come up, about equally; after four rounds at a decay of 1/4 the best."""
     wishes = [[0.0, 3.0, 2.0, 1.0]] * 4
     drawn = [tuple(served(Lending(2, 1.0, 0.0), wishes, round).lenders(0)) for round in range(1, 121)]
     assert all(25 <= drawn.count(pair) <= 60 for pair in ((1, 2), (1, 3), (2, 3)))
-    assert served(Lending(2, 1.0, 1.0), wishes).lenders(0) == [1, 2]
+    assert all(served(Lending(2, 1.0, 0.25), wishes, round).lenders(0) == [1, 2] for round in range(4, 12))
+
+
+def test_a_restored_server_lends_what_it_would_have_lent():
+    server = served(Lending(2, 1.0, 0.0), [[0.0] * 4] * 4, round=3)
+    again = LendingServer(Message(), server.lending, adds=True)
+    again.setup(Facts(num_clients=4, seed=1))
+    again.load_state_dict(server.state_dict())
+    assert [again.lenders(client) for client in range(4)] == [server.lenders(client) for client in range(4)]
 
 
 def test_ranges_are_checked(mlp):

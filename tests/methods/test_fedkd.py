@@ -103,6 +103,8 @@ def test_who_sat_out_gets_the_model_whole():
     server.aggregate({0: Message({"w": column}, {}, 1), 2: Message({"w": 3 * column}, {}, 9)})
     assert [server.message_for(client).num_params for client in range(3)] == [10, 20, 10]
     torch.testing.assert_close(server.message_for(1).weights["w"], 2 * column)  # all alike
+    server.aggregate({1: Message({"w": column}, {}, 1)})
+    assert [server.message_for(client).num_params for client in range(3)] == [20, 10, 20]  # of the last round alone
 
 
 def test_a_round_in_which_nobody_sends_makes_the_next_message_no_dearer(mlp, run_federation):

@@ -155,6 +155,14 @@ def test_who_makes_no_step_keeps_its_control(mlp, run_federation, sgd):
     assert not loop.exchange.global_message().artifacts["control"].any()
 
 
+def test_who_makes_no_step_keeps_its_control_beside_another_of_the_server(mlp, data, make_client):
+    client = make_client(SCAFFOLD(mlp()))
+    client.method.own_control.fill_(0.5)
+    client.method.control.fill_(2.0)
+    assert not client.send(data.clients[0]).artifacts["control"].any()
+    assert (client.method.own_control == 0.5).all()
+
+
 def test_it_resumes(mlp, assert_resumes):
     assert_resumes(lambda: SCAFFOLD(mlp()), participation=0.5)
 

@@ -19,9 +19,10 @@ import yaml
 from report.run_folders import make_run
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.report.packed import packed
 from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
-from fl_lightning.report.page.clients import bars, both_moments, hurt, spread
+from fl_lightning.report.page.clients import bars, both_moments, hurt, last_of_clients, spread
 from fl_lightning.report.page.curves import accuracies, communication, over_rounds
 from fl_lightning.report.page.document import ASSETS, _content
 from fl_lightning.report.page.figure import Figure, Rows, largest_bubble
@@ -212,6 +213,19 @@ def test_worst_tenth_of_twenty_clients_is_two(tmp_path):
     values = sorted(row["Local-T"] for row in lines[0].runs[0].client_rows[-20:])
     assert by_kind["worst tenth"] == pytest.approx(100 * np.mean(values[:2]), rel=1e-4)
     assert by_kind["worst client"] == pytest.approx(100 * values[0], rel=1e-4)
+
+
+def test_bars_over_seeds_are_the_sample_standard_deviation(comparison):
+    lines = lines_of(*comparison[:2])
+    (figure,) = spread(lines)
+    row = next(row for row in figure.rows(lines) if row["kind"] == "mean" and row["pick"] == 0)
+    means = [100 * run.rows[-1]["Local-T"] for run in lines[0].runs]
+    assert row["high"] - row["x"] == pytest.approx(np.std(means, ddof=1), rel=1e-2)
+
+
+def test_who_was_not_tested_in_the_last_round_is_in_no_figure_of_it():
+    rows = packed(["round", "client", "Local-T"], [(1, 0, 0.5), (1, 1, 0.6), (2, 0, 0.7)])
+    assert last_of_clients(SimpleNamespace(client_rows=rows), "Local-T") == {0: 0.7}
 
 
 def test_newcomers_are_in_no_figure_of_clients(tmp_path):

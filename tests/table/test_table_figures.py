@@ -84,6 +84,11 @@ def value_of(folder, *seeds, partition="one"):
     return _value(runs, Figure("Local-T", "last"), 100.0)
 
 
+def test_the_spread_over_clients_is_that_of_all_of_them(tmp_path):
+    """They are no sample of others: over n, not n − 1."""
+    assert value_of(tmp_path, {0: 0.5, 1: 0.75}).over_clients == pytest.approx(12.5)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 0, 4, 1, 3, 2), (2, 3, 5, 4, 1, 0)])
 def test_clients_of_another_seed_are_others_whatever_their_numbers(tmp_path, order):
     """They were put together by their numbers, so that how a seed's clients are numbered decided what is told apart."""
@@ -189,6 +194,13 @@ def test_clients_count_as_often_as_they_were_tested(tmp_path):
     assert sum(own * share for own, share in found.values()) == pytest.approx(0.65)
 
 
+def test_the_last_ten_rounds_of_a_client_are_ten(tmp_path):
+    run = run_of(tmp_path / "run", [(round, 0, round / 20, 0) for round in range(1, 13)])
+    rows = [{"round": round, "Local-T": round / 20} for round in range(1, 13)]
+    found = _of_clients(run, Figure("Local-T", "mean_last_10"), rows)
+    assert found[0][0] == pytest.approx(7.5 / 20)
+
+
 @pytest.mark.parametrize("column", ["Global-T", "Global-T_received", "Global-T_weighted", "eval_loss/Global-T"])
 def test_clients_that_are_tested_on_the_same_samples_are_no_pairs(tmp_path, column):
     """One test of 450 samples stands there six times: a gap of one sample would be told apart."""
@@ -238,6 +250,14 @@ def test_the_interval_over_clients_is_students_where_all_count_the_same():
     assert few == pytest.approx(students_of(gaps[:3], np.ones(3)))  # who counts for nothing is not there
     assert np.isnan(students_of(gaps[:3], np.array([1.0, 1.0, 0.0]))).all()
     assert np.isnan(students_of(gaps[:3], np.zeros(3))).all()
+
+
+def test_the_interval_is_the_same_whichever_row_is_the_first():
+    draw = np.random.default_rng(5)
+    one, other = draw.normal(size=(2, 2, 6))
+    one[1], other[1] = (9, 1, 1, 1, 1, 1), 1  # the clients of one count alike, those of the other do not
+    low, high = students(one, other)
+    assert students(other, one) == pytest.approx((-high, -low))
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0], ids=lambda sigma: f"sizes of lognormal {sigma}")
