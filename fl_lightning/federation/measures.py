@@ -206,8 +206,7 @@ class Reading:
             return math.nan
         if self.over_present:
             held = torch.bincount(y, minlength=self.num_classes)
-            there = (held > 0) & (held < len(y)) if self.needs_others else held > 0
-            value = value[there].to(accumulation_dtype(y.device)).mean()  # NaN where there is none
+            value = value[held > 0].to(accumulation_dtype(y.device)).mean()
         return float(value)
 
     def _value(self, outcome: Outcome) -> Any:
