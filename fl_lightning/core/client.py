@@ -108,7 +108,7 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.workload = Workload(1 if settings is None else settings.local_epochs)
         self.meter = LossMeter()
-        self.logged, self._running_on, self._hooks = FitLog(), RunningOn(method.modules()), FitHooks(method)
+        self.logged, self._running_on, self.hooks = FitLog(), RunningOn(method.modules()), FitHooks(method)
         self.private: PrivateFit | None = None
         self.compiled: CompiledLosses | None = None
         self.fine_tune: FineTune | None = None
@@ -233,7 +233,7 @@ class ClientModule(L.LightningModule):
         One for each part of each phase, and then those that a model which steps by itself has beside them.
         """
         assert self.settings is not None, "`settings` is set by the runner"
-        self._hooks.begin()
+        self.hooks.begin()
         self.fitting, self.planned = self.planned or self.plan(), None
         epochs, own = self.fitting.epochs, self.own
         accumulate, clipping = self.settings.accumulate, self.settings.clipping
@@ -367,7 +367,7 @@ class ClientModule(L.LightningModule):
             term.after_fit(self.method)
         self.method.on_fit_end()
         self._running_on.end()
-        self._hooks.end()
+        self.hooks.end()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Bundles are gathered on the device already; one of a single mini-batch is ``[x, y]`` to callbacks."""

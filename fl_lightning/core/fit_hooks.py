@@ -23,12 +23,11 @@ class FitHooks:
         self._was_said = False
 
     def begin(self) -> None:
-        """A fit begins."""
-        self.end()  # of one that broke off
+        """A fit begins; what was registered before it stays."""
         self._since = RemovableHandle.next_id
 
     def end(self) -> None:
-        """It is over."""
+        """It is over, or has broken off."""
         since, self._since = self._since, None
         if since is None or since == RemovableHandle.next_id:
             return

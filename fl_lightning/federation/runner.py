@@ -312,6 +312,7 @@ class Runner:
         """Make a resident module whole again whose fit broke off."""
         module = self.modules[architecture].to(self.device)
         module.planned = None
+        module.hooks.end()
         if module.memory is not None:
             module.memory.clear()
 

@@ -29,6 +29,15 @@ def steps(loop):
     return list(found.values())
 
 
+class Counted(FedAvg):
+    """Sends how many optimizer steps its fit has made."""
+
+    def send(self, data):
+        message = super().send(data)
+        message.artifacts["steps"] = torch.tensor(float(self.fit.num_steps))
+        return message
+
+
 @pytest.fixture
 def three(make_data):
     """Three clients of 5, 2 and 1 mini-batches a pass."""
@@ -68,9 +77,10 @@ def test_a_workload_is_so_many_epochs_and_a_last_one_of_so_many_mini_batches(wor
     ],
 )
 def test_fits_make_as_many_steps_as_they_should(mlp, run_federation, three, options, expected):
-    loop = run_federation(lambda: FedAvg(mlp(num_classes=2)), rounds=2, data=three, **options)
+    loop = run_federation(lambda: Counted(mlp(num_classes=2)), rounds=2, data=three, **options)
     assert steps(loop) == [expected, expected]
-    assert loop.runner.modules[0].method.fit.num_steps == expected[-1]
+    sent = [loop.diary.sent[round, client].artifacts["steps"] for round in (1, 2) for client in range(3)]
+    assert list(map(int, sent)) == [*expected, *expected]
 
 
 def test_as_many_steps_as_passes_have_are_the_passes(mlp, run_federation, make_data, outcome, assert_identical):
