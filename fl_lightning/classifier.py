@@ -27,6 +27,7 @@ from fl_lightning.rebuilding import rebuilt
 from fl_lightning.report.recorded_run import has_ended
 from fl_lightning.sealed import read_json
 from fl_lightning.seeding import isolated_streams
+from fl_lightning.terminal import say
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
@@ -42,7 +43,8 @@ class Classifier(nn.Module):
         predictor: the name of the way to predict.
         store: how inputs are normalised, of which type they are and how they lie in memory.
         spec: of the data.
-        classes: [C] names.
+        classes: [C] the data set's names.
+        stands_for: [C] the class of unshifted samples that each score is for; `self.classes` are named by it.
         context: the precision of a pass.
         client: whose model it is; None for the global one.
     """
@@ -57,6 +59,7 @@ class Classifier(nn.Module):
         store: TensorStore,
         spec: DataSpec,
         classes: Sequence[str],
+        stands_for: Sequence[int],
         context: Callable[[], AbstractContextManager[None]],
         client: int | None,
     ) -> None:
@@ -66,7 +69,8 @@ class Classifier(nn.Module):
         """The one network that stands for the method, in a copy that `in_one` gives."""
         self.predictor = predictor
         self.client = client
-        self.classes = tuple(map(str, classes))
+        self.stands_for = tuple(stands_for)
+        self.classes = tuple(str(classes[label]) for label in self.stands_for)
         self.input_shape = spec.input_shape
         self.num_classes = spec.num_classes
         self.vocabulary_size = spec.vocabulary_size
@@ -165,8 +169,35 @@ def classifier_of(loop: FederatedLoop, folder: Path, client: int | None) -> Clas
     require(way is not None, "client", f"{type(module.method).__name__} predicts nothing that counts for {figure}")
     module.cpu()
     context = loop.runner.trainer.precision_plugin.forward_context
-    data = loop.data
-    return Classifier(module.method, str(way), data.store, data.spec, data.arrays.classes, context, client).eval()
+    data, names = loop.data, loop.data.arrays.classes
+    stands_for = _stands_for(loop, client)
+    return Classifier(module.method, str(way), data.store, data.spec, names, stands_for, context, client).eval()
+
+
+def _stands_for(loop: FederatedLoop, client: int | None) -> list[int]:
+    """[C] which class of the data set each score is for; a concept shift gives a client other labels than it has."""
+    size, shift = loop.data.spec.num_classes, loop.data.shift
+    labels = None if client is None or shift is None else shift.labels(client, size)
+    return sorted(range(size), key=(labels or range(size)).__getitem__)
+
+
+def note_shift(loop: FederatedLoop, client: str) -> None:
+    """Say in a line where models were trained on other samples or labels than the data set's, which new samples have.
+
+    Args:
+        loop: a run's.
+        client: a client's number, ``all``, or ``global``.
+    """
+    shift = loop.data.shift
+    if shift is None:
+        return
+    whose = {"all": "clients were", "global": "the global model was"}.get(client, f"client {client} was")
+    said = f"samples are taken as they are, and {whose} trained on what {type(shift).__name__} makes of them"
+    if shift.labels(0, loop.data.spec.num_classes) is not None:
+        if client != "global":  # its labels are named by `Classifier.classes`
+            return
+        said = f"classes are named as in the data set, and {whose} trained on labels that differ from client to client"
+    say(f"fl-lightning: note: data.shift: {said}")
 
 
 def _number(client: Any, num_clients: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.core.module import _jit_is_scripting
 from torch import Tensor
 
-from fl_lightning.classifier import Classifier, classifier_of, rebuilt
+from fl_lightning.classifier import Classifier, classifier_of, note_shift, rebuilt
 from fl_lightning.core.steps import HALF
 from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.federation.loop import FederatedLoop
@@ -69,6 +69,7 @@ def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> 
     rule = f"{_name(model)} cannot be written as {path.suffix}: what it does depends on the samples, scores differ"
     require(difference is None or difference <= CLOSE, "export", rule, difference)
     write_atomically(path, lambda file: file.write(content))
+    note_shift(loop, "global" if model.client is None else str(model.client))
     return difference
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.classifier import Classifier, classifier_of, without_model
-from fl_lightning.data.unlabelled import read_unlabelled
+from fl_lightning.classifier import Classifier, classifier_of, note_shift, without_model
+from fl_lightning.data.unlabelled import Unlabelled, read_unlabelled
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_text
@@ -46,8 +46,11 @@ def predict_run(
     with undisturbed():
         loop = rebuilt(folder, trust)
         samples = read_unlabelled(data, loop.data.dataset, loop.data.arrays)
-        rows = _rows(models_of(loop, folder, client), samples.x, samples.names, batch_size, client == "all")
-        return len(samples.names), _write(output, rows)
+        classes = told_apart(loop.data.arrays.classes)
+        rows = _rows(models_of(loop, folder, client), classes, samples, batch_size, client == "all")
+        number = _write(output, rows)
+        note_shift(loop, client)
+        return len(samples.names), number
 
 
 def models_of(loop: FederatedLoop, folder: Path, client: str) -> Iterator[Classifier]:
@@ -94,15 +97,14 @@ def told_apart(classes: Sequence[str]) -> list[str]:
 
 
 def _rows(
-    models: Iterator[Classifier], x: Tensor, names: Sequence[str], batch_size: int, with_client: bool
+    models: Iterator[Classifier], classes: Sequence[str], samples: Unlabelled, batch_size: int, with_client: bool
 ) -> Iterator[list[Any]]:
-    """The head, then a row a sample, model by model."""
-    for number, model in enumerate(models):
-        if number == 0:
-            classes = told_apart(model.classes)
-            head = ["sample", "class", *(f"p({name})" for name in classes)]
-            yield ["client", *head] if with_client else head
-        for name, values in zip(names, probabilities(model, x, batch_size), strict=True):
+    """The head, then a row a sample, model by model; classes are in the data set's order."""
+    head = ["sample", "class", *(f"p({name})" for name in classes)]
+    yield ["client", *head] if with_client else head
+    for model in models:
+        shares = probabilities(model, samples.x, batch_size)[:, torch.tensor(model.stands_for).argsort()]
+        for name, values in zip(samples.names, shares, strict=True):
             row = [name, classes[int(values.argmax())], *(f"{value:.6g}" for value in values.tolist())]
             yield [model.client, *row] if with_client else row
 

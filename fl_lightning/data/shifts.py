@@ -47,6 +47,18 @@ class Shift(ABC):
             ConfigError: for inputs that it cannot change.
         """
 
+    def labels(self, client: int, num_classes: int) -> tuple[int, ...] | None:
+        """[C] the label that a client gives to class 0, 1 and so on; None where it names all as the data set does.
+
+        Args:
+            client: 0-based.
+            num_classes: C.
+
+        Raises:
+            ConfigError: if so many classes cannot be renamed that way.
+        """
+        return None
+
 
 class NoiseSkew(Shift):
     """Gaussian noise that grows from client to client: client i adds N(0, std · i / K) to inputs on the [0, 1] scale.
@@ -152,16 +164,21 @@ class ConceptShift(Shift):
         self, x: Tensor, y: Tensor, client: int, num_clients: int, num_classes: int, rng: np.random.Generator
     ) -> tuple[Tensor, Tensor]:
         """Rename classes; clients of one concept agree."""
+        renamed = self.labels(client, num_classes)
+        return x, torch.tensor(renamed, dtype=torch.int64)[y]
+
+    def labels(self, client: int, num_classes: int) -> tuple[int, ...]:
+        """[C] what a client's concept calls the classes."""
         permuted = num_classes if self.permuted is None else self.permuted
         require(permuted <= num_classes, f"{KEY}.permuted", f"must be at most {num_classes}, the classes", permuted)
         concept = client % self.concepts
         if concept == 0:
-            return x, y
+            return tuple(range(num_classes))
         require(num_classes >= 2, KEY, "ConceptShift needs at least two classes, and there is one")
         cycles = math.comb(num_classes, permuted) * math.factorial(permuted - 1)
         rule = f"must be at most {1 + cycles}: there are no more for {permuted} of {num_classes} classes"
         require(self.concepts <= 1 + cycles, f"{KEY}.concepts", rule, self.concepts)
-        return x, torch.tensor(_concepts(self.concepts, num_classes, permuted)[concept])[y]
+        return _concepts(self.concepts, num_classes, permuted)[concept]
 
 
 @lru_cache(maxsize=8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.model_commands import predict
+from fl_lightning.model_commands import export, predict
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,47 @@ def test_who_fell_sick_in_its_last_round_is_left_out_of_all(trial, own, tmp_path
     assert "left out: client 2 fell sick in its last round" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="client 2 fell sick in its last round"):
         run.model(client=2)
+
+
+def test_classes_are_those_of_the_images_where_clients_have_other_labels_for_them(trial, data, own, tmp_path, capsys):
+    """A client that was right by its own labels was right of 1 % of the images."""
+    swap = {"class_path": "ConceptShift", "init_args": {"concepts": 2}}
+    run = trial(name="concepts", method="Local", federation__rounds=20, data__shift=swap).fit()
+    output = tmp_path / "out.csv"
+    for client in ("3", "all"):
+        assert predict([str(run.folder), own, "--client", client, "--output", str(output)]) == 0
+        rows = [row for row in rows_of(output) if row.get("client", "3") == "3"]
+        assert accuracy(rows, data) == run.clients.query("client == 3")["Local-T"].iloc[-1] > 0.5
+        assert all(float(row[f"p({row['class']})"]) > 0.09 for row in rows)
+    assert run.model(client=2).classes == tuple("0123456789")
+    assert sorted(run.model(client=3).classes) == list("0123456789") != list(run.model(client=3).classes)
+    assert "data.shift" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shift", "client", "said"),
+    [
+        (
+            "RotationSkew",
+            "3",
+            "samples are taken as they are, and client 3 was trained on what RotationSkew makes of them",
+        ),
+        ("NoiseSkew", "all", "samples are taken as they are, and clients were trained on what NoiseSkew makes of them"),
+        ("ConceptShift", "global", "the global model was trained on labels that differ from client to client"),
+    ],
+)
+def test_a_line_says_what_a_shift_made_of_the_samples_that_were_trained_on(
+    trial, own, tmp_path, capsys, shift, client, said
+):
+    run = trial(name=f"shifted-{shift}", method="FedAvg", federation__rounds=1, data__shift=shift).fit()
+    assert predict([str(run.folder), own, "--client", client, "--output", str(tmp_path / "out.csv")]) == 0
+    noted = [line for line in capsys.readouterr().err.splitlines() if "data.shift" in line]
+    assert len(noted) == 1
+    assert noted[0].startswith("fl-lightning: note: data.shift: ")
+    assert said in noted[0]
+    if client == "3":
+        assert export([str(run.folder), "--client", client, "--output", str(tmp_path / "model.pt")]) == 0
+        assert noted[0] in capsys.readouterr().err
 
 
 def test_without_any_clients_model_a_good_file_stays(trial, own, tmp_path):
