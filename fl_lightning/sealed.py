@@ -1,10 +1,11 @@
 """Files that say by themselves whether they still are what was written.
 
 A file of tensors ends with a seal of 24 bytes behind torch's own archive (which `torch.load` passes over): a mark, the
-format's version, the CRC-32 of the content and its length. Before it may stand the round that the file is of, which the
-CRC-32 covers, too. A JSON file has its checksum as its last member. Either is verified before anything is made of the
-content. That finds accidents (every single flipped bit, every burst of up to 32 bits, a cut, and any other damage but
-one in 2^32); who alters a file on purpose can seal it again, so it is no signature.
+format's version, the CRC-32 of the content and its length. Before it may stand the round that the file is of, and
+before that whose it is, which the CRC-32 covers, too. A JSON file has its checksum as its last member. Either is
+verified before anything is made of the content. That finds accidents (every single flipped bit, every burst of up to 32
+bits, a cut, and any other damage but one in 2^32); who alters a file on purpose can seal it again, so it is no
+signature.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ MARK = b"\nFLseal\n"
 SEAL = struct.Struct("<8sIIQ")  # mark, version, CRC-32 and length of what stands before it
 ROUND = struct.Struct("<8sQ")  # mark, round
 ROUND_MARK = b"FLround\n"
+OWNER = struct.Struct("<8sQ")  # mark, length of the JSON object before it
+OWNER_MARK = b"FLowner\n"
 CHUNK = 1 << 22  # bytes read at once where a file is only verified
 _ZIP_END = b"PK\x05\x06"  # of an archive's last 22 bytes
 
@@ -67,7 +70,9 @@ class Summed:
         return SEAL.pack(MARK, FORMAT, self.crc, self.size)
 
 
-def save_tensors(path: Path, state: Any, sync: bool = True, round: int | None = None) -> None:
+def save_tensors(
+    path: Path, state: Any, sync: bool = True, round: int | None = None, owner: Mapping[str, Any] | None = None
+) -> None:
     """Save plain containers of tensors, sealed, atomically.
 
     Args:
@@ -75,6 +80,7 @@ def save_tensors(path: Path, state: Any, sync: bool = True, round: int | None = 
         state: what is saved.
         sync: whether it must survive a power cut right away.
         round: what `round_in` says of the file.
+        owner: what `owner_in` says of it; only beside a round.
     """
     import torch
 
@@ -86,6 +92,9 @@ def save_tensors(path: Path, state: Any, sync: bool = True, round: int | None = 
             if summed.error is not None:  # torch's words hide the system's
                 raise summed.error from None
             raise
+        if owner is not None:
+            said = json.dumps(dict(owner)).encode()
+            summed.write(said + OWNER.pack(OWNER_MARK, len(said)))
         if round is not None:
             summed.write(ROUND.pack(ROUND_MARK, round))
         file.write(summed.seal)
@@ -104,6 +113,20 @@ def round_in(path: Path) -> int | None:
     except OSError:  # it is shorter than that, too
         return None
     return int(round) if mark == ROUND_MARK else None
+
+
+def owner_in(path: Path) -> dict[str, Any]:
+    """Whose `save_tensors` was told that a file is, which must have been verified; empty where there is nothing."""
+    if round_in(path) is None:
+        return {}
+    end = SEAL.size + ROUND.size + OWNER.size
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - end))
+        mark, length = OWNER.unpack(file.read(OWNER.size))
+        if mark != OWNER_MARK:
+            return {}
+        file.seek(-end - length, os.SEEK_END)
+        return dict(json.loads(file.read(length)))
 
 
 def load_tensors(path: Path, key: str) -> Any:

@@ -18,7 +18,7 @@ from fl_lightning.federation import saving
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.report.page.classifier import heads_of
 from fl_lightning.report.recorded_run import read_run
-from fl_lightning.sealed import load_tensors, save_tensors
+from fl_lightning.sealed import load_tensors, read_json, save_tensors, write_json
 
 PLUGINS = "lightning.pytorch.plugins.precision."
 SCALER = {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu"}}
@@ -181,6 +181,39 @@ def test_another_data_set_is_blamed_on_no_option_of_fit(run, tmp_path):
         fl_lightning.load(folder, client=1)
     with pytest.raises(ConfigError, match=r"^--checkpoint: the data are not those"):
         fl_lightning.Run.load(folder).evaluate()
+
+
+def test_a_model_of_another_client_or_run_is_refused_by_its_own_word(run, trial, tmp_path):
+    """Files that were swapped, or copied from a run of another seed, were taken for the client's."""
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    own = folder / "models" / "00000.pt"
+    shutil.copy(run.folder / "models" / "00001.pt", own)
+    with pytest.raises(
+        ConfigError, match=r"client: .*00000\.pt is another client's or run's: it is of client 1, not 0"
+    ):
+        fl_lightning.load(folder, client=0)
+    with pytest.raises(ConfigError, match=r"evaluate: .*00000\.pt is another client's or run's"):
+        fl_lightning.Run.load(folder).evaluate()
+    other = trial(name="seeded", seed=5, method="FedRep", federation__rounds=1).fit()
+    shutil.copy(other.folder / "models" / "00000.pt", own)
+    with pytest.raises(ConfigError, match="is another client's or run's: it is of seed 5, not 0"):
+        fl_lightning.load(folder, client=0)
+    state = load_tensors(run.folder / "models" / "00001.pt", "test")
+    save_tensors(own, state, round=2)  # as older versions did
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(fl_lightning.load(folder, client=0)(x), run.model(client=1)(x))
+
+
+def test_other_data_are_refused_without_a_checkpoint_too(run, tmp_path):
+    """Names of other classes were given."""
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    assert fl_lightning.load(folder, client=1).num_classes == 10
+    record = read_json(folder / "partition.json", "test")
+    for name in ("hash", "samples"):
+        write_json(folder / "partition.json", {**record, name: "others"})
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(folder))}: the data are not those that the run began"):
+            fl_lightning.load(folder, client=1)
 
 
 def test_load_imports_nothing_that_is_not_trusted(run, tmp_path, monkeypatch):

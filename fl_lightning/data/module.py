@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -299,6 +299,11 @@ class FederatedData:
         if len(np.unique(np.concatenate(own))) < sum(map(len, own)):
             return {}
         return {"groups": [[names[group] if names else str(group) for group in each] for each in own]}
+
+
+def is_recorded(record: Mapping[str, Any], partition_hash: str, samples_hash: str) -> bool:
+    """Whether a `partition.json` is of such clients and samples; runs of earlier versions wrote down no samples."""
+    return record.get("hash") == partition_hash and record.get("samples", samples_hash) == samples_hash
 
 
 def shifted(shift: Shift, arrays: Arrays, parts: Sequence[ClientIndices], seed: int) -> Arrays:

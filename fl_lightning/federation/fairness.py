@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fl_lightning.data.module import is_recorded
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.report.record import ever_trained, read_packed
 from fl_lightning.report.recorded_run import read_run
@@ -99,8 +100,12 @@ def read_reference(
     there = Path(folder)
     require((there / "partition.json").is_file(), KEY, "there is no run in that folder", folder)
     other = read_json(there / "partition.json", KEY)
-    same = other.get("hash") == partition_hash and other.get("samples", samples_hash) == samples_hash
-    require(same, KEY, "that run's clients hold other samples: take the same data, shift and seed", folder)
+    require(
+        is_recorded(other, partition_hash, samples_hash),
+        KEY,
+        "that run's clients hold other samples: take the same data, shift and seed",
+        folder,
+    )
     parts = other.get("evaluate_on", evaluate_on)
     rule = f"that run was evaluated on {parts} parts, and data.evaluate_on is {evaluate_on}"
     require(parts == evaluate_on, KEY, rule, folder)

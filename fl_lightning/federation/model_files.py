@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import require
 from fl_lightning.files import remove
-from fl_lightning.sealed import load_tensors
+from fl_lightning.sealed import load_tensors, owner_in
 
 
 def full_state(module: ClientModule, copies: bool = False) -> dict[str, Tensor]:
@@ -29,6 +29,11 @@ def full_state(module: ClientModule, copies: bool = False) -> dict[str, Tensor]:
     if copies and module.device.type == "cpu":  # elsewhere they are copies by now
         return copy.deepcopy(state)  # in one, so that tied tensors stay one in a file
     return state
+
+
+def owner_of(client: int, seed: int, partition_hash: str) -> dict[str, Any]:
+    """What a client's file says of whose it is."""
+    return {"client": client, "seed": seed, "partition": partition_hash}
 
 
 class ModelFolder(NamedTuple):
@@ -58,22 +63,27 @@ class ModelFolder(NamedTuple):
         return None
 
 
-def load_model(module: ClientModule, path: Path, key: str) -> None:
+def load_model(module: ClientModule, path: Path, key: str, owner: Mapping[str, Any]) -> None:
     """Load what `full_state` gave, from a file.
 
     Args:
         module: of the same model and method.
         path: the file, in a run's ``models/``.
         key: for errors.
+        owner: whose it must be, as `owner_of` gives it; files of older versions do not say.
 
     Raises:
-        ConfigError: if the file is missing or damaged, or is of another model.
+        ConfigError: if the file is missing or damaged, or is of another model, client or run.
     """
     state = load_tensors(path, key)
     own = {**dict(module.method.named_buffers()), **module.entries}
     known = isinstance(state, Mapping) and state.keys() == own.keys()
     other = next((name for name in own if not _is_like(state[name], own[name])), None) if known else "all of it"
     require(other is None, key, f"{path} does not fit the model of the run's configuration: {other}")
+    said = owner_in(path)
+    other = next((name for name in owner if name in said and said[name] != owner[name]), "")
+    got, own_value = (str(each.get(other))[:16] for each in (said, owner))
+    require(not other, key, f"{path} is another client's or run's: it is of {other} {got}, not {own_value}")
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(tensor)

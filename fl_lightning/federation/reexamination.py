@@ -12,7 +12,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.loop import FederatedLoop
-from fl_lightning.federation.model_files import load_model
+from fl_lightning.federation.model_files import load_model, owner_of
 from fl_lightning.report.record import read_rows
 from fl_lightning.sealed import read_json, round_in
 from fl_lightning.terminal import named_clients, say
@@ -72,10 +72,10 @@ def trained_model(loop: FederatedLoop, client: int, file: Path, key: str) -> Cli
         key: for errors.
 
     Raises:
-        ConfigError: if the file is missing or damaged, or is of another model.
+        ConfigError: if the file is missing or damaged, or is of another model, client or run.
     """
     module = loop.runner.load(client)
-    load_model(module, file, key)
+    load_model(module, file, key, owner_of(client, loop.seed, loop.data.partition_hash))
     round = round_in(file) or loop.calendar.last_fit(client, loop.round) or 0  # who fell sick since has that of before
     participants = tuple(loop.calendar.participants(round)) if round else ()
     module.method.facts = replace(loop.runner.facts, round=round, participants=participants, client=client)

@@ -30,7 +30,7 @@ from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.fit_checks import check_workload, fewest_batches
 from fl_lightning.federation.flags import check_batches, check_flags, limits
 from fl_lightning.federation.measures import Measures
-from fl_lightning.federation.model_files import full_state
+from fl_lightning.federation.model_files import full_state, owner_of
 from fl_lightning.federation.passes import Passes
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.refit import Fits
@@ -185,7 +185,8 @@ class Runner:
             visit.began = {name: tensor.clone() for name, tensor in began.items()}
         self._keep(module, client, round)
         if job.keep_model is not None and model is not None:
-            save_tensors(job.keep_model, model, round=round)
+            owner = owner_of(client, self.seed, self.data.partition_hash)
+            save_tensors(job.keep_model, model, round=round, owner=owner)
         visit.seconds += time.perf_counter() - start
         return ClientReport(client, message, scores, losses, module.meter.num_steps, visit.seconds, logged=logged)
 

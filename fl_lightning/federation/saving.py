@@ -25,6 +25,8 @@ from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 
+CHANGED = "the data are not those that the run began with: samples or labels were added, removed or changed"
+
 
 def state_of(loop: Loop) -> dict[str, Any]:
     """All that the next rounds depend on, but for the clients' private states (they are the pool's)."""
@@ -89,8 +91,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         check_identity(state["identity"], loop.identity, whose)
         if loop.workers.is_main:
             _say_what_was_edited(state["identity"], loop.identity, int(state["round"]))
-        changed = "the data are not those that the run began with: samples or labels were added, removed or changed"
-        require(state["data"] == loop.data.content_hash, "--resume", changed)
+        require(state["data"] == loop.data.content_hash, "--resume", CHANGED)
         same = state["partition"] in (loop.data.partition_hash, loop.data.former_hash)
         require(same, "--resume", f"{whose} has another partition")
         _check_rounds(loop, state.get("rounds", loop.settings.rounds))

@@ -65,6 +65,10 @@ def test_sealed_file_says_of_which_round_it_is(tmp_path):
     for round in (0, 7, 2**40):
         save_tensors(path, STATE, round=round)
         assert sealed.round_in(path) == round
+        assert sealed.owner_in(path) == {}
+        save_tensors(path, STATE, round=round, owner={"client": 3, "seed": -(2**70)})
+        assert sealed.round_in(path) == round
+        assert sealed.owner_in(path) == {"client": 3, "seed": -(2**70)}
         assert load_tensors(path, "--resume")["w"].equal(STATE["w"])
         assert torch.load(path, weights_only=True)["w"].equal(STATE["w"])
     content = bytearray(path.read_bytes())
