@@ -122,6 +122,8 @@ def as_labels(
         rule = f"{name}: sample {int(numbers.argmin())} (from 0) has {names[0]}, which marks samples without a class"
         raise ConfigError(KEY, f"{rule} in many data sets; take it out, or give the classes names")
     if classes:
+        if not are_places and array.dtype.kind in "iu":
+            _require_one_reading(names.tolist(), tuple(classes), name)
         return _named(array, names, numbers, tuple(classes), name)
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
         return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
@@ -201,6 +203,18 @@ def _are_measured(labels: np.ndarray, names: np.ndarray) -> bool:
     many, mostly_other = len(names) > _GRADES, len(names) > len(labels) / 2
     with_a_point = labels.dtype.kind == "U" and not np.array_equal(numbers, np.round(numbers))
     return (many or mostly_other) if with_a_point else many and mostly_other
+
+
+def _require_one_reading(labels: Sequence[int], classes: tuple[str, ...], name: str) -> None:
+    """Refuse whole numbers that are names of classes as well as places of other ones, from 0 on."""
+    both = all(0 <= label < len(classes) and str(label) in classes for label in labels)
+    odd = next((label for label in labels if both and classes[label] != str(label)), None)
+    if odd is not None:
+        rule = (
+            f"the label {odd} is the name of class {classes.index(str(odd))}, and the place of class {classes[odd]!r}"
+        )
+        cure = "give labels as texts where they are names, and classes other names than numbers where they are places"
+        raise ConfigError(KEY, f"{name}: {rule}; {cure}")
 
 
 def _named(

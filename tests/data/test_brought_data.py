@@ -63,6 +63,16 @@ def test_a_class_keeps_its_name_where_few_of_those_that_are_named_occur(tmp_path
     assert (arrays.y.tolist(), arrays.classes) == (labels, tuple(names))
 
 
+def test_numbers_that_are_names_of_classes_and_places_of_others_are_refused():
+    """Samples of class "1" were called "2"."""
+    said = "Set: the label 1 is the name of class 0, and the place of class '2'; give labels as texts"
+    with pytest.raises(ConfigError, match=f"^data.dataset: {said}"):
+        as_labels([1, 2, 3], "Set", ["1", "2", "3", "4"])
+    with pytest.raises(ConfigError, match="the label 0 is the name of class 2, and the place of class '2'"):
+        as_labels([0, 1, 2, 0], "Set", ["2", "1", "0"])
+    assert as_labels([1, 2, 3], "Set", ["1", "2", "3", "4"], are_places=True)[0].tolist() == [1, 2, 3]
+
+
 def test_names_of_other_classes_are_refused_and_those_of_as_many_numbers_taken(tmp_path):
     x = np.zeros((3, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "a.npz", x=x, y=np.array([10, 30, 20]), classes=np.array(["a", "b", "c"]))
@@ -95,7 +105,9 @@ def test_other_names_than_those_of_the_classes_are_refused_and_names_in_bytes_ar
     [
         ([20, 10, 0], [0, 10, 20, 0], [2, 1, 0, 2]),  # samples of 20 were called "0"
         ([b"a", b"b", b"c"], [2, 1, 0, 2], [2, 1, 0, 2]),
-        ([2, 1, 0], [0, 1, 2, 0], [0, 1, 2, 0]),  # places
+        ([0, 1, 2], [0, 1, 2, 0], [0, 1, 2, 0]),
+        ([2, 1, 7], [0, 1, 2, 0], [0, 1, 2, 0]),  # places, as 0 is no name
+        (["1", "2", "3", "4"], ["1", "3", "2", "1"], [0, 2, 1, 0]),  # names, as texts are
         ([3, 2, 1], [1, 2, 3, 1], [2, 1, 0, 2]),
     ],
 )
