@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from fl_lightning.table.quantity import Figure, read_figure
 _KEYS = (
     "title", "name", "seeds", "monitor", "goal", "trials", "search", "pruning", "validation", "base", "rows", "space",
 )  # fmt: skip
+_SAMPLES = re.compile(r"data(\.(dataset|partition|num_clients|split|shift|test_fraction|validation_fraction)\b|$)")
+"""Keys that say which samples clients are tested on."""
 _RANGE = ("values", "low", "high", "log", "whole")
 MOST_TRIALS = 10**6
 _LARGE = 10**6
@@ -208,6 +211,9 @@ def _space(node: Any, key: str) -> dict[str, Range]:
     require(isinstance(node, Mapping), key, "must hold keys of a configuration and what they may be", node)
     for name in ("seed", "name", "output", "data.evaluate_on"):
         require(name not in node, f"{key}.{name}", "no trial may vary it: take it out")
+    other = next((name for name in map(str, node) if _SAMPLES.match(name)), None)
+    rule = "trials would be scored on other samples, and their scores say nothing of each other: take it out"
+    require(other is None, f"{key}.{other}", rule)
     twice = said_twice(map(str, node))
     require(twice is None, f"{key}.{twice}", "stands there twice, with and without init_args")
     return {str(name): _range(given, f"{key}.{name}") for name, given in node.items()}

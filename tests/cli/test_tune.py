@@ -232,7 +232,9 @@ def test_value_that_is_wrong_for_every_trial_ends_the_search_with_its_line(place
 
 
 def test_value_that_trials_vary_is_refused_trial_by_trial(place):
-    place.write("small.yaml", TUNE.replace("optimizer.init_args.lr: [0.0001, 0.2]", "data.num_clients: [4, 4000]"))
+    place.write(
+        "small.yaml", TUNE.replace("optimizer.init_args.lr: [0.0001, 0.2]", "federation.aggregator: [null, Bulyan]")
+    )
     code, _, err = place.call("tune", "small.yaml", "--quiet", "--federation.rounds=1")
     assert (code, err) == (1, "")
     with (place.path / "runs/tunes/small/trials.csv").open() as file:

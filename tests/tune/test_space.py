@@ -134,6 +134,10 @@ def test_points_differ_and_lie_within_the_range(range, points):
         ("optimizer.init_args.lr:", "seed:", "space.seed"),
         ("optimizer.init_args.lr:", "output:", "space.output"),
         ("optimizer.init_args.lr:", "data.evaluate_on:", "space.data.evaluate_on"),
+        ("optimizer.init_args.lr:", "data.validation_fraction:", "space.data.validation_fraction"),
+        ("optimizer.init_args.lr:", "data.partition.beta:", "space.data.partition.beta"),
+        ("optimizer.init_args.lr:", "data.shift.init_args.std:", "space.data.shift.init_args.std"),
+        ("method.init_args.mu:", "data:", "rows.FedProx.space.data"),
         ("  FedProx:", "  fedavg:", "rows.FedAvg"),
     ],
 )
