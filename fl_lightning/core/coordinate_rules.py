@@ -16,11 +16,17 @@ class CoordinateMedian(Aggregator):
 
         x_k = median{x_{i,k} : i}
 
+    It takes 3 participants: of two it is their mean.
+
     Reference: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical
     Rates", ICML 2018, definition 1.
     """
 
     paper = "Yin et al., ICML 2018"
+
+    @override
+    def least(self, participants: int) -> int:
+        return 3
 
     @override
     def combine(self, vectors: Vectors) -> Tensor:
@@ -32,10 +38,11 @@ class TrimmedMean(Aggregator):
 
         x_k = 1/(n − 2b) Σ_{i ∈ U_k} x_{i,k},  U_k without the b least and the b largest of the n values
 
-    Where few clients sent something (a class's prototype), b is made smaller so that a value is left.
+    Where few clients sent something (a class's prototype), b is made smaller so that a value is left. It takes 2b + 1
+    participants.
 
     Args:
-        share: β, what is cut off at each end, in [0, 0.5); at least the share of clients that may lie.
+        share: β, what is cut off at each end, in (0, 0.5); at least the share of clients that may lie.
 
     Reference: Yin et al., ICML 2018, definition 2.
     """
@@ -44,8 +51,12 @@ class TrimmedMean(Aggregator):
 
     def __init__(self, share: float = 0.2) -> None:
         super().__init__()
-        require(0 <= share < 0.5, f"{KEY}.share", "must be in [0, 0.5)", share)
+        require(0 < share < 0.5, f"{KEY}.share", "must be in (0, 0.5)", share)
         self.share = share
+
+    @override
+    def least(self, participants: int) -> int:
+        return 2 * max(1, byzantine(self.share, participants)) + 1
 
     @override
     def combine(self, vectors: Vectors) -> Tensor:

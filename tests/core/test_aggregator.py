@@ -78,7 +78,6 @@ def test_trimmed_mean_matches_hand_computed_values():
     """Of five, ⌈0.2 · 5⌉ = 1 is cut off at each end: (2 + 3 + 4)/3; of four ⌈0.8⌉ = 1, too: (2 + 4)/2."""
     assert weight(TrimmedMean(0.2), [1.0], [2.0], [3.0], [4.0], [99.0]) == [3.0]
     assert weight(TrimmedMean(0.2), [1.0], [9.0], [2.0], [4.0]) == [3.0]
-    assert weight(TrimmedMean(0.0), [1.0], [9.0], [2.0], [4.0]) == [4.0]
     assert weight(TrimmedMean(0.49), [1.0], [5.0], [90.0]) == [5.0]
 
 
@@ -342,13 +341,16 @@ def test_share_of_liars_is_rounded_up():
 def test_least_number_of_participants():
     assert [Krum(2).least(20), Krum(0.2).least(20), Krum(1, 6).least(20)] == [7, 11, 7]
     assert [Bulyan(2).least(20), Bulyan(0.2).least(20)] == [11, 19]
-    assert CoordinateMedian().least(20) == 1
+    assert [CoordinateMedian().least(n) for n in (1, 20)] == [3, 3]
+    assert [TrimmedMean(0.2).least(n) for n in (1, 2, 3, 6, 20)] == [3, 3, 3, 5, 9]
+    assert GeometricMedian().least(20) == 1
 
 
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
         (lambda: TrimmedMean(0.5), "share: must be in"),
+        (lambda: TrimmedMean(0.0), "share: must be in"),  # the plain mean
         (lambda: Krum(0.5), "num_byzantine: must be a whole number"),
         (lambda: Krum(1.5), "num_byzantine: must be a whole number"),
         (lambda: Bulyan(-1), "num_byzantine: must be a whole number"),

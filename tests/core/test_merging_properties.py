@@ -19,7 +19,6 @@ QUICK = settings(max_examples=20, deadline=None, suppress_health_check=list(Heal
 RULES = {
     "median": CoordinateMedian,
     "trimmed": lambda: TrimmedMean(0.2),
-    "untrimmed": lambda: TrimmedMean(0.0),
     "krum": lambda: Krum(0.2),
     "multi_krum": lambda: Krum(1, None),
     "bulyan": lambda: Bulyan(0.2),
@@ -27,7 +26,7 @@ RULES = {
     "clipping": NormClipping,
     "centred": lambda: CentredClipping(iterations=2),
 }
-WITHIN = ("median", "trimmed", "untrimmed", "krum", "multi_krum", "bulyan", "geometric")
+WITHIN = ("median", "trimmed", "krum", "multi_krum", "bulyan", "geometric")
 """Rules whose every value lies between the least and the largest that was sent."""
 
 

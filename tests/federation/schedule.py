@@ -32,8 +32,8 @@ FILTERS = {
 }
 OPTIMIZERS = {"momentum": ServerMomentum, "adagrad": ServerAdagrad, "adam": ServerAdam, "yogi": ServerYogi}
 AGGREGATORS = {  # with the participants that they need
-    "median": (CoordinateMedian, 1),
-    "trimmed": (lambda: TrimmedMean(0.3), 1),
+    "median": (CoordinateMedian, 3),
+    "trimmed": (lambda: TrimmedMean(0.2), 3),
     "krum": (lambda: Krum(0), 3),
     "multi-krum": (lambda: Krum(1, None), 5),
     "bulyan": (lambda: Bulyan(0), 3),

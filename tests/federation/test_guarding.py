@@ -314,7 +314,8 @@ def test_too_few_participants_are_refused(set_up_federation, conv_net):
     assert refusal(set_up_federation, make, aggregator=Krum(1)) == (
         "federation.aggregator: needs at least 5 participants a round, and there are 4, got 'Krum'"
     )
-    assert "at least 3" in refusal(set_up_federation, make, aggregator=Krum(0), participation=0.5)
+    for rule in (Krum(0), CoordinateMedian(), TrimmedMean(0.2)):
+        assert "at least 3" in refusal(set_up_federation, make, aggregator=rule, participation=0.5)
 
 
 def test_noise_at_the_server_is_refused(set_up_federation, mlp):
