@@ -216,10 +216,16 @@ VARIABLES = "FL_LIGHTNING_FIT__"
 
 
 def variables(prefix: str = VARIABLES) -> Iterator[str]:
-    """The environment's variables as options, files first: ``FL_LIGHTNING_FIT__DATA__BATCH_SIZE=32``."""
+    """The environment's variables as options, files first: ``FL_LIGHTNING_FIT__DATA__BATCH_SIZE=32``.
+
+    Raises:
+        ConfigError: for one whose name is the prefix alone.
+    """
     found = {
         name.removeprefix(prefix): value for name, value in os.environ.items() if prefix and name.startswith(prefix)
     }
+    rule = "names no option; FL_LIGHTNING_FIT__DATA__BATCH_SIZE is data.batch_size"
+    require("" not in found, prefix, rule, found.get(""))
     for name in sorted(found, key=lambda name: (name != "CONFIG", name)):
         yield f"--{name.lower().replace('__', '.')}={found[name]}"
 

@@ -43,6 +43,9 @@ def build_metrics(nodes: Sequence[Mapping[str, Any]], num_classes: int) -> dict[
         takes = inspect.signature(import_name(node["class_path"], key)).parameters
         facts = {"task": "multiclass", "num_classes": num_classes, "validate_args": True}
         given = {argument: value for argument, value in facts.items() if argument in takes}
+        top_k = (node.get("init_args") or {}).get("top_k")
+        rule = "must be at least 1"  # which torchmetrics leaves to torch, and that speaks of sizes of tensors
+        require(not isinstance(top_k, int) or top_k >= 1, f"{key}.top_k", rule, top_k)
         metric = build(node, key, **given)
         if "validate_args" in takes:
             metric.validate_args = False  # of every batch: that takes longer than the metric itself

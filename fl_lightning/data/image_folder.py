@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,10 +84,14 @@ class ImageFolder(Dataset):
         if len(parts) == 2:
             names = [{label for part, label, _ in files if part == wanted} for wanted in ("train", "test")]
             if names[0] != names[1]:
+                odd = sorted(names[0] ^ names[1])
+                alike = ", ".join(ascii(label) for label in odd if _is_composed_otherwise(label, odd))
+                rule = "are one but for their Unicode form; rename the folders of one part"
+                require(not alike, KEY, f"ImageFolder: the classes {alike} of {self.root} {rule}")
                 raise ConfigError(
                     KEY,
                     f"ImageFolder: training and test part of {self.root} must have images of the same classes; "
-                    "only one of them has " + ", ".join(sorted(names[0] ^ names[1])),
+                    "only one of them has " + ", ".join(odd),
                 )
         for line in self._left_out(len(parts)):
             say(f"ImageFolder: {line} if they are to count")
@@ -225,3 +230,9 @@ def _names(folder: Path, directories: bool = False) -> list[str]:
 def _printable(name: str) -> str:
     """A folder's name, which may be any bytes, as pages and pictures can show it."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _is_composed_otherwise(label: str, others: Sequence[str]) -> bool:
+    """Whether another name is the same text, of letters with accents in one piece or in two."""
+    form = unicodedata.normalize("NFC", label)
+    return any(own != label and unicodedata.normalize("NFC", own) == form for own in others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -179,13 +180,16 @@ _GRADES = 20
 def _require_one_way(names: np.ndarray, kind: str, name: str) -> None:
     """Refuse ``0`` beside ``0.0``, which some programs write of a column of whole numbers in which one was missing.
 
-    So are names refused that differ in the spaces around them alone, as behind the commas of some lines of a table;
-    a space and an end of line are two letters that a text may go on with.
+    So are names refused that differ in the spaces around them alone, as behind the commas of some lines of a table, or
+    in their Unicode form; a space and an end of line are two letters that a text may go on with.
     """
     known: dict[float, str] = {}
     bare: dict[str, str] = {}
     for own in names.tolist() if names.dtype.kind == "U" else ():
-        alike = bare.setdefault(own.strip() or own, own)
+        alike = bare.setdefault(unicodedata.normalize("NFC", own.strip() or own), own)
+        if alike.strip() != own.strip():
+            rule = f"{name}: the {kind} {alike!a} and {own!a} are one but for their Unicode form"
+            raise ConfigError(KEY, f"{rule}; write it in one way everywhere")
         rule = f"{name}: the {kind} {alike!r} and {own!r} are one but for spaces; write it in one way everywhere"
         require(alike == own, KEY, rule)
         if not are_numbers([own]):

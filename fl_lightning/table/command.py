@@ -68,7 +68,9 @@ def table(argv: Sequence[str], command: Command) -> int:
     )
     cells = cells_of(definition, choice)
     rule = "have no cell together with the columns that were asked for" if choice.columns else "have no cell"
-    require(bool(cells), "--only", rule, ",".join(choice.rows or [row.name for row in definition.rows]))
+    key = "--only" if choice.rows else "--columns" if choice.columns else "rows"
+    names = choice.rows or (row.name for row in definition.rows)
+    require(bool(cells), key, rule, ",".join(names))
     _refuse_alike(definition, choice, cells)
     require(options.rounds is None or options.rounds >= 1, "--rounds", "must be >= 1", options.rounds)
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)

@@ -264,7 +264,7 @@ class _Reader:
                 _among(str(column), by_name, key)
                 figures = cell if isinstance(cell, Mapping) else {"": cell}
                 for name in figures:
-                    _among(str(name), by_name[str(column)].figures, f"{key}.{name}")
+                    _among(str(name), by_name[str(column)].figures, f"{key}.{name}" if name else key)
                 printed = {str(n): _printed(value, key) for n, value in figures.items() if value is not None}
                 found.setdefault(str(row), {})[str(column)] = printed
         return found

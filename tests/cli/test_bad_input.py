@@ -204,6 +204,8 @@ def test_wrong_environment_variable_is_refused(workplace):
     line = refused(workplace, env={"FL_LIGHTNING_FIT__FEDERATION__LOCAL_EPOCHS": "many"})
     assert "federation.local_epochs" in line
     assert "many" in line
+    line = refused(workplace, env={"FL_LIGHTNING_FIT__": "many"})
+    assert "FL_LIGHTNING_FIT__: names no option; " in line
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,10 @@ def test_a_row_and_a_column_without_a_cell_in_common_are_no_table(place):
     said = "--only: have no cell together with the columns that were asked for, got 'FedAvg'"
     assert err == f"fl-lightning: error: {said}\n"
     assert not (place.path / "runs").exists()
+    empty = "rows: {FedAvg: {set: {method: FedAvg}, columns: {Digits: null}}}\n"
+    place.write("tables/empty.yaml", TABLE.partition("rows:")[0] + empty)
+    code, _, err = place.call("table", "tables/empty.yaml")
+    assert (code, err) == (2, "fl-lightning: error: rows: have no cell, got 'FedAvg'\n")
 
 
 def test_rows_that_the_command_line_makes_the_same_are_refused(place):

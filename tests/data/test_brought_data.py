@@ -1311,6 +1311,8 @@ def test_names_that_differ_in_the_spaces_around_them_are_refused(read):
     """They were two classes, and two clients: behind the commas of a table's lines some programs write a space."""
     with pytest.raises(ConfigError, match=r"^data\.dataset: Set: the \w+ ' no' and 'no' are one but for spaces"):
         read(np.array([" no", "no", "yes"] * 10), "Set")
+    with pytest.raises(ConfigError, match=r"the \w+ 'cafe\\u0301' and 'caf\\xe9' are one but for their Unicode form"):
+        read(np.array(["caf\u00e9", "cafe\u0301", "tea"] * 10), "Set")
     assert set(read(np.array([" no", " yes", " ", "\n"] * 10), "Set")[1]) == {" no", " yes", " ", "\n"}
 
 

@@ -392,6 +392,15 @@ def test_image_folder_names_classes_that_only_one_part_has(images):
         ImageFolder(root).arrays()
 
 
+def test_image_folder_says_where_names_differ_in_their_unicode_form_alone(images):
+    """ "only one of them has café, café"."""
+    names = ("train/caf\u00e9/1.png", "train/dog/1.png", "test/cafe\u0301/1.png", "test/dog/1.png")
+    root = images(dict.fromkeys(names, (10, SQUARE)))
+    said = r"the classes 'cafe\\u0301', 'caf\\xe9' of .* are one but for their Unicode form; rename the folders"
+    with pytest.raises(ConfigError, match=said):
+        ImageFolder(root).arrays()
+
+
 def test_image_folder_that_is_not_there_or_empty_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"there is no such folder; put images at <root>/train/<class>/.* got .*nowhere"

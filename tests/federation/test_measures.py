@@ -315,6 +315,13 @@ def test_names_are_resolved_and_what_the_data_say_is_filled_in():
         resolve({**base, "metrics": ["somebody.of.AMetric"]}, Trust())
 
 
+def test_no_best_class_of_all_is_no_metric():
+    """The line spoke of the sizes of torch's tensors."""
+    node = {"class_path": "torchmetrics.Accuracy", "init_args": {"top_k": 0}}
+    with pytest.raises(ConfigError, match=r"^metrics\.0\.top_k: must be at least 1, got 0"):
+        build_metrics([node], CLASSES)
+
+
 @pytest.mark.parametrize(
     ("node", "said"),
     [

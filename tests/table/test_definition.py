@@ -239,6 +239,7 @@ def test_a_column_s_name_may_hold_dots(write):
         ("A: 66.24 ± 0.6", "C: 1", "published.FedAvg.C", "choose from A, B"),
         ("A: 66.24 ± 0.6", "A: high", "published.FedAvg.A", "a number"),
         ("A: 66.24 ± 0.6", "A: {L: 1}", "published.FedAvg.A.L", "one figure a column"),
+        ("A: 66.24 ± 0.6, B: {L: 50, G: [40.5, 1]}", "B: 50", "published.FedAvg.B", "none of that name"),
         ("  FedAvg: {A:", "  FedProx: {A:", "published.FedProx", "FedAvg, Ours"),
         ("{data.batch_size: 5}}", "{data.batch_size: 5}, st: 1}", "columns.A.st", "did you mean set"),
     ],
