@@ -131,17 +131,30 @@ def own_files(config: Mapping[str, Any]) -> dict[str, str]:
     return {f"{key}{CODE}": digest for key, digest in named.items() if f"{key}{CONTENTS}" not in weights}
 
 
+def reference_figures(config: Mapping[str, Any]) -> dict[str, str]:
+    """What the run says of its clients with which `federation.evaluate.reference` compares: key -> digits, likewise.
+
+    Of a table's cells alone: a run that goes on has in its checkpoint what it began with.
+    """
+    folder = (config["federation"].get("evaluate") or {}).get("reference")
+    digest = _of_file(os.path.join(folder, "clients.csv")) if isinstance(folder, str) else ""
+    return {f"federation.evaluate.reference{CONTENTS}": digest} if digest else {}
+
+
 def _files(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
     """The keys of a class' arguments whose value is a file, with what it holds."""
-    found = {}
-    for key, value in keys:
-        if ".init_args." in key and isinstance(value, str):
-            path = expanded(value)
-            with suppress(OSError, ValueError, RuntimeError):  # no file's name
-                if path.is_file():
-                    status = path.stat()
-                    found[key] = _digest(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return found
+    named = {key: value for key, value in keys if ".init_args." in key and isinstance(value, str)}
+    return {key: digest for key, value in named.items() if (digest := _of_file(value))}
+
+
+def _of_file(name: str) -> str:
+    """The first digits of a file's SHA-256; empty where there is none of that name."""
+    path = expanded(name)
+    with suppress(OSError, ValueError, RuntimeError):  # no file's name
+        if path.is_file():
+            status = path.stat()
+            return _digest(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return ""
 
 
 @lru_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.finetuning import NAME, check_tunable
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import headline
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.evaluation import Batches, Outcomes, Scores, join_batches
 from fl_lightning.federation.exchange import Exchange
@@ -37,9 +39,18 @@ class Examiner:
         workers: the processes that share the work.
         calendar: who takes part when.
         ward: takes down who falls sick in a test.
+        goes_on: whether there is a checkpoint, which knows what clients reach alone.
     """
 
-    def __init__(self, runner: Runner, exchange: Exchange, workers: Workers, calendar: Calendar, ward: Ward) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        exchange: Exchange,
+        workers: Workers,
+        calendar: Calendar,
+        ward: Ward,
+        goes_on: bool = False,
+    ) -> None:
         self.ward = ward
         self.runner = runner
         self.exchange = exchange
@@ -53,9 +64,8 @@ class Examiner:
         follows, hostile = self.policy.clients == "participants", runner.attackers.clients
         self.board = ScoreBoard(self.columns, samples, calendar.num_founders, hostile, follows)
         if self.policy.reference is not None:
-            who = data.partition_hash, data.samples_hash, len(data.clients), data.evaluate_on
-            found = read_reference(self.policy.reference, *who)
-            self.board.alone = found
+            with suppress(ConfigError) if goes_on else nullcontext():  # it may have been moved since
+                self.board.alone = read_reference(self.policy.reference, data)
         some = torch.arange(len(data.store.x))[:3]  # any will do
         few = data.store.gather(some)[0] if len(some) else None
         sample = None if few is None else few[:1]

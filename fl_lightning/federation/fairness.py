@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.data.module import is_recorded
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.report.record import ever_trained, read_packed
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.sealed import read_json
+
+if TYPE_CHECKING:
+    from fl_lightning.data.module import FederatedData
 
 KEY = "federation.evaluate.reference"
 
@@ -82,17 +85,13 @@ def hurt(values: np.ndarray, alone: np.ndarray) -> float | None:
     return float((values[known] < alone[known]).mean()) if known.any() else None
 
 
-def read_reference(
-    folder: str, partition_hash: str, samples_hash: str, num_clients: int, evaluate_on: str = "test"
-) -> np.ndarray:
+def read_reference(folder: str, data: FederatedData) -> np.ndarray:
     """Each client's last Local-T in another run, [N], NaN where it never trained there: what clients reach alone.
 
     Args:
         folder: of a run of `Local`, mostly.
-        partition_hash: of this run's clients, who must be that run's.
-        samples_hash: of the samples as clients see them, likewise; runs of earlier versions did not write theirs down.
-        num_clients: N.
-        evaluate_on: this run's `data.evaluate_on`, likewise.
+        data: this run's, set up: its clients, their samples as they see them and the parts that they are tested on must
+            be that run's. (Runs of earlier versions did not write all of that down.)
 
     Raises:
         ConfigError: if it is no such run, or not finished.
@@ -100,21 +99,19 @@ def read_reference(
     there = Path(folder)
     require((there / "partition.json").is_file(), KEY, "there is no run in that folder", folder)
     other = read_json(there / "partition.json", KEY)
-    require(
-        is_recorded(other, partition_hash, samples_hash),
-        KEY,
-        "that run's clients hold other samples: take the same data, shift and seed",
-        folder,
-    )
-    parts = other.get("evaluate_on", evaluate_on)
-    rule = f"that run was evaluated on {parts} parts, and data.evaluate_on is {evaluate_on}"
-    require(parts == evaluate_on, KEY, rule, folder)
+    samples = data.samples_hash
+    same = other.get("hash") == data.partition_hash and other.get("samples", samples) == samples
+    require(same, KEY, "that run's clients hold other samples: take the same data, shift and seed", folder)
+    parts = other.get("evaluate_on", data.evaluate_on)
+    rule = f"that run was evaluated on {parts} parts, and data.evaluate_on is {data.evaluate_on}"
+    require(parts == data.evaluate_on, KEY, rule, folder)
     left = read_run(there, KEY).unfinished if (there / "metrics.csv").is_file() else ""
     require(not left, KEY, f"must name a run that is over: {left}", folder)
     written = read_packed(there / "clients.csv")
     rows = written.where(lambda own: own is not None, "Local-T")
     require(bool(rows), KEY, "that run has no Local-T", folder)
     trained = ever_trained(written)
+    num_clients = len(data.clients)
     alone = np.full(num_clients, np.nan)
     for row in rows:  # the last round's come last
         if not isinstance(client := row.get("client"), int) or not 0 <= client < num_clients:
@@ -123,3 +120,20 @@ def read_reference(
             alone[client] = row["Local-T"]
     require(not np.isnan(alone).all(), KEY, "nobody came through a local fit in that run", folder)
     return alone
+
+
+def moved(folder: str, data: FederatedData, alone: np.ndarray) -> str:
+    """What has become of the reference since a run began; empty where it is what it was.
+
+    Args:
+        folder: as `read_reference` takes it.
+        data: likewise.
+        alone: [N] what clients reach alone, as the run has it.
+    """
+    try:
+        now = read_reference(folder, data)
+    except ConfigError:
+        what = "cannot be read any more"
+    else:
+        what = "" if np.array_equal(now, alone, equal_nan=True) else "has other figures now"
+    return f"{folder} {what}; clients are compared with those that this run began with" if what else ""

@@ -102,7 +102,8 @@ class FederatedLoop:
         self.identity = dict(identity or {})
         storage = RunStorage(folder, settings.checkpoint, on_disk=settings.pool == "disk")
         self.checkpoints = storage.checkpoints
-        settings.failures.check(self.num_clients, None if storage.has_begun and not anew else settings.rounds)
+        goes_on = storage.has_begun and not anew
+        settings.failures.check(self.num_clients, None if goes_on else settings.rounds)
         measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
         self.stopwatch = self.runner.stopwatch
@@ -114,7 +115,7 @@ class FederatedLoop:
         self.holders = Holders(self.workers, self.num_train)
         policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
         self.ward = Ward(policy, self.workers, self.exchange, self.wire, growth, trained)
-        self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward)
+        self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward, goes_on)
         newcomers, late, skips = settings.newcomers.clients, settings.newcomers.after, policy == "skip"
         own, hostile = settings.record_privacy, self.runner.attackers.clients
         self.records = None if own is None else RecordAccount(own, self.num_train, data.batch_size)

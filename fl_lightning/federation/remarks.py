@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fl_lightning.core.freezing import training
 from fl_lightning.core.host import Parts
+from fl_lightning.federation import fairness
 from fl_lightning.federation.callbacks import never_called
 from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.privacy import ClipAndNoise
@@ -40,6 +41,9 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
         few = ", ".join(map(repr, loop.data.only_tested[:3])) + (", …" if len(loop.data.only_tested) > 3 else "")
         yield f"data: the official test part has classes that the training part has no sample of: {few}"
     yield from (f"federation.callbacks: {said}" for said in never_called(loop.callbacks))
+    reference = loop.settings.evaluate.reference
+    if reference is not None and (said := fairness.moved(reference, loop.data, loop.board.alone)):
+        yield f"{fairness.KEY}: {said}"
     if views := loop.runner.residents.views:
         yield f"federation.channels_last: off, for view of {views} cannot flatten such maps: reshape can, and is faster"
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange

@@ -24,6 +24,7 @@ from fl_lightning.identity import (
     identity,
     last_change,
     own_files,
+    reference_figures,
 )
 from fl_lightning.own_sources import own_sources
 from fl_lightning.parser import configured
@@ -98,8 +99,9 @@ class Cell:
 
     @cached_property
     def files(self) -> Mapping[str, str]:
-        """What the files hold that it reads, data, weights and its classes' own: key -> first digits of their sum."""
-        return {**contents(self.config), **data_files(self.config), **own_files(self.config)}
+        """What the files hold that it reads, data, weights, another run, its classes' own: key -> digits of the sum."""
+        own = (contents, data_files, own_files, reference_figures)
+        return {key: digest for read in own for key, digest in read(self.config).items()}
 
     @cached_property
     def read(self) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ import csv
 import math
 import warnings
 from functools import partial
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from fl_lightning.core.method import Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.measures import Measures, Reading
+from fl_lightning.federation.remarks import remarks
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
@@ -477,3 +479,30 @@ def test_hurt_is_measured_against_a_run_of_the_same_clients(mlp, data, set_up_fe
         set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
     with pytest.raises(ConfigError, match=r"^federation\.evaluate\.reference: there is no run in that folder"):
         set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=EvaluationPolicy(reference="nowhere"))
+
+
+def test_what_clients_reach_alone_stays_what_a_run_began_with(mlp, data, set_up_federation, tmp_path):
+    """A reference that was gone stopped a resumption, and what only reads the run; another one was not noticed."""
+    local, folder = tmp_path / "local", tmp_path / "run"
+    local.mkdir()
+    write_json(local / "partition.json", data.partition_record())
+
+    def write(accuracy):
+        lines = [f"1,{client},{accuracy}" for client in range(4)]
+        (local / "clients.csv").write_text("\n".join(["round,client,Local-T", *lines, ""]))
+
+    options = {"rounds": 3, "data": data, "folder": folder, "evaluate": EvaluationPolicy(reference=str(local))}
+    write(2.0)
+    first = set_up_federation(lambda: FedAvg(mlp()), **options)
+    first.advance()
+    key = f"federation.evaluate.reference: {local} "
+    said = "; clients are compared with those that this run began with"
+    for change, what in ((lambda: write(0.0), "has other figures now"), (partial(rmtree, local), "cannot be read any")):
+        change()
+        loop = set_up_federation(lambda: FedAvg(mlp()), **options)
+        loop.load_state_dict(loop.checkpoints.load(loop.checkpoints.find("auto")))
+        assert [line.startswith(key + what) and line.endswith(said) for line in remarks(loop)] == [True]
+        loop.advance()
+        assert loop.board.figures([], True)["Local-T_hurt"] == 1
+    with pytest.raises(ConfigError, match=r"reference: there is no run in that folder"):
+        set_up_federation(lambda: FedAvg(mlp()), **{**options, "folder": tmp_path / "other"})

@@ -133,6 +133,18 @@ def test_a_file_that_a_method_reads_and_that_holds_something_else_makes_another_
     assert name() != one
 
 
+def test_a_reference_that_was_run_again_makes_another_run(tmp_path):
+    def name():
+        config = {**CONFIG, "federation": {"rounds": 2, "evaluate": {"reference": str(tmp_path / "local")}}}
+        return Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, config, (), tmp_path).name
+
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "clients.csv").write_text("round,client,Local-T\n1,0,0.5\n")
+    one = name()
+    (tmp_path / "local" / "clients.csv").write_text("round,client,Local-T\n1,0,0.25\n")
+    assert name() != one
+
+
 def test_runs_that_care_otherwise_for_clients_that_fail_are_two_cells(tmp_path):
     def name(**settings):
         config = {**CONFIG, "federation": {"rounds": 2, **settings}}
