@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,6 +75,15 @@ class Patience:
         else:
             self.waited += 1
 
+    def replay(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Take in the rows of `metrics.csv`, from the first on; the round with which a run ends there, 0 for none."""
+        for row in rows:
+            if any(is_score(name) and value is not None for name, value in row.items()):
+                self.see(row["round"], row)
+            if self.reason:
+                return int(row["round"])
+        return 0
+
     @property
     def reason(self) -> str:
         """Why the run ends; empty while it goes on."""
@@ -84,12 +93,37 @@ class Patience:
         return f"early stopping: {self.monitor} has not become better {since}, for {self.waited} evaluated rounds"
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen."""
-        return {"monitor": self.monitor, "best": self.best, "round": self.round, "waited": self.waited}
+        """What was seen, and by what it was judged."""
+        return {
+            "rule": self._rule,
+            "monitor": self.monitor,
+            "best": self.best,
+            "round": self.round,
+            "waited": self.waited,
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; of another monitor nothing is taken up."""
-        if state["monitor"] == self.monitor:
+    @property
+    def _rule(self) -> dict[str, Any]:
+        """All that a run's end depends on; empty where it has none of its own."""
+        own = self.settings
+        return {} if own is None else {"less": self.less, "patience": own.patience, "min_delta": own.min_delta}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    ) -> None:
+        """The inverse of `state_dict`; by another rule than the saved one, the rounds that are done are judged again.
+
+        Args:
+            state: what it gave.
+            rows: reads those of `metrics.csv` up to then; where they are lost, another monitor has seen nothing.
+        """
+        if self.settings is None:
+            return
+        same = state["monitor"] == self.monitor
+        done = () if same and state.get("rule") == self._rule else rows()
+        if done:
+            self.replay(done)
+        elif same:
             self.best, self.round, self.waited = state["best"], state["round"], state["waited"]
 
 

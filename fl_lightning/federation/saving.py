@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fl_lightning.federation.sickness import at_server
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.unsaved import checked_state
 from fl_lightning.identity import CODE, CONTENTS
+from fl_lightning.report.journal import rows_up_to
 from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
@@ -190,7 +192,8 @@ def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     _forget_untested(loop, state)
     loop.cohort.load_state_dict(state.get("cohort", {}))
     loop.ledger.load_state_dict(state)
-    loop.patience.load_state_dict(state["patience"])
+    rows = tuple if loop.checkpoints is None else partial(rows_up_to, loop.checkpoints.journal, loop.round)
+    loop.patience.load_state_dict(state["patience"], rows)
     loop.examiner.forget(loop.round)
     for name, callback in _named(loop):
         if name in state["callbacks"]:

@@ -14,7 +14,7 @@ from typing import Any
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import append_text, content_of, holds, sync_file, write_text
 from fl_lightning.report.columns import is_time
-from fl_lightning.report.record import MetricsFile, Row, read_rows
+from fl_lightning.report.record import MetricsFile, Row, read_rows, rows_in
 from fl_lightning.terminal import say
 
 JOURNAL = "journal.txt"
@@ -238,6 +238,12 @@ def recover(journal: Journal, folder: Path, round: int, saved: Mapping[str, Any]
     if broken or not tables:
         raise ConfigError("--resume", f"{problem}, and so is {' and '.join(broken)}")
     return _by_round(tables, round), f"{problem}; it is made again from {', '.join(tables)}"
+
+
+def rows_up_to(journal: Path, round: int) -> list[Row]:
+    """The rows of ``metrics.csv`` up to a round, whatever became of that file; none where the journal is damaged."""
+    records = Journal(journal).read(round)
+    return rows_in("".join(own.get("metrics.csv", "") for own in records)) if len(records) > round else []
 
 
 def altered(folder: Path, summary: Mapping[str, Any]) -> list[str]:

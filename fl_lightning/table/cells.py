@@ -29,7 +29,7 @@ from fl_lightning.identity import (
 from fl_lightning.own_sources import own_sources
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
-from fl_lightning.report.columns import is_score, is_validated
+from fl_lightning.report.columns import is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import has_ended, rows_of, who_holds
@@ -186,12 +186,7 @@ class Cell:
             patience = Patience(settings, filled, on_validation, later.get("after") or 0)
         except ConfigError:  # its tables are not what it wrote
             return self.rounds
-        for row in rows:
-            if any(is_score(name) and value is not None for name, value in row.items()):
-                patience.see(row["round"], row)
-            if patience.reason:
-                return min(row["round"], self.rounds)
-        return self.rounds
+        return min(patience.replay(rows) or self.rounds, self.rounds)
 
     def _said(self) -> Mapping[str, Any]:
         try:

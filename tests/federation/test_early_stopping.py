@@ -154,6 +154,43 @@ def test_patience_survives_a_stop(mlp, set_up_federation, stopping, tmp_path):
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [f"{c:05d}.pt" for c in range(4)]
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (None, {"patience": 4, "mode": "min"}),
+        ({"patience": 4}, {"patience": 4, "mode": "min"}),
+        ({"patience": 4}, {"patience": 4, "min_delta": 0.5}),
+        ({"patience": 4}, {"patience": 4, "mode": "max", "monitor": "eval_loss/Local-V"}),
+    ],
+)
+def test_what_stops_a_run_from_now_on_has_seen_the_rounds_that_are_done(
+    before, now, mlp, set_up_federation, make_data, tmp_path
+):
+    """It counted from the resumption, and the run ended elsewhere than one that was begun so."""
+
+    def stopping(options):
+        return None if options is None else EarlyStopping(**options)
+
+    def run(folder, options, rounds):
+        recorder = Recorder(folder, {})
+        data = make_data(validation_fraction=0.25)
+        own = {"rounds": rounds, "folder": folder, "data": data, "early_stopping": stopping(options)}
+        loop = set_up_federation(lambda: FedAvg(mlp()), **own, callbacks=[recorder])
+        found = loop.checkpoints.find("auto")
+        if found is not None:
+            loop.load_state_dict(loop.checkpoints.load(found))
+        with recorder:
+            loop.run()
+        return loop
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    run(tmp_path / "a", before, 3)
+    resumed, straight = run(tmp_path / "a", now, 9), run(tmp_path / "b", now, 9)
+    assert (resumed.round, resumed.ended) == (straight.round, straight.ended)
+    assert resumed.patience.state_dict() == straight.patience.state_dict()
+
+
 # --- the best round ---------------------------------------------------------------------------------------------------
 
 ROWS = [
