@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
 
 KEY = "federation.evaluate.reference"
+_BEGAN = "clients are compared with the figures that this run began with"
+_COMPARED = ("model", "optimizer", "federation.local_epochs", "federation.local_steps", "data.batch_size")
+"""What a client that trains alone does as it does in this run."""
 
 
 def spread(values: np.ndarray, num_samples: np.ndarray) -> dict[str, float]:
@@ -122,18 +126,32 @@ def read_reference(folder: str, data: FederatedData) -> np.ndarray:
     return alone
 
 
-def moved(folder: str, data: FederatedData, alone: np.ndarray) -> str:
-    """What has become of the reference since a run began; empty where it is what it was.
+def remarks_on(folder: str, data: FederatedData, alone: np.ndarray, identity: Mapping[str, Any]) -> str:
+    """What makes a reference another thing than this run's clients alone; empty where nothing does.
 
     Args:
         folder: as `read_reference` takes it.
         data: likewise.
         alone: [N] what clients reach alone, as the run has it.
+        identity: what makes the run this run: every key, dotted; empty where it has no configuration.
     """
     try:
         now = read_reference(folder, data)
     except ConfigError:
-        what = "cannot be read any more"
-    else:
-        what = "" if np.array_equal(now, alone, equal_nan=True) else "has other figures now"
-    return f"{folder} {what}; clients are compared with those that this run began with" if what else ""
+        return f"{folder} cannot be read any more; {_BEGAN}"
+    if not np.array_equal(now, alone, equal_nan=True):
+        return f"{folder} has other figures now; {_BEGAN}"
+    if not (Path(folder) / "metrics.csv").is_file():
+        return ""
+    other = read_run(Path(folder), KEY)
+    travelled = any(row.get("uplink_params") for row in other.rows)
+    said = [f"is of {other.method}, whose clients do not train alone"] if travelled else []
+    known = identity and other.identity
+    differ = [name for name in _COMPARED if known and _section(identity, name) != _section(other.identity, name)]
+    said += [f"differs in {', '.join(differ)}"] if differ else []
+    return f"{folder} {' and '.join(said)}" if said else ""
+
+
+def _section(identity: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What an identity says under a key, without what files hold."""
+    return {key: own for key, own in identity.items() if f"{key}.".startswith(f"{name}.") and " (" not in key}

@@ -42,7 +42,8 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
         yield f"data: the official test part has classes that the training part has no sample of: {few}"
     yield from (f"federation.callbacks: {said}" for said in never_called(loop.callbacks))
     reference = loop.settings.evaluate.reference
-    if reference is not None and (said := fairness.moved(reference, loop.data, loop.board.alone)):
+    known = loop.data, loop.board.alone, loop.identity
+    if reference is not None and (said := fairness.remarks_on(reference, *known)):
         yield f"{fairness.KEY}: {said}"
     if views := loop.runner.residents.views:
         yield f"federation.channels_last: off, for view of {views} cannot flatten such maps: reshape can, and is faster"

@@ -496,7 +496,7 @@ def test_what_clients_reach_alone_stays_what_a_run_began_with(mlp, data, set_up_
     first = set_up_federation(lambda: FedAvg(mlp()), **options)
     first.advance()
     key = f"federation.evaluate.reference: {local} "
-    said = "; clients are compared with those that this run began with"
+    said = "; clients are compared with the figures that this run began with"
     for change, what in ((lambda: write(0.0), "has other figures now"), (partial(rmtree, local), "cannot be read any")):
         change()
         loop = set_up_federation(lambda: FedAvg(mlp()), **options)
@@ -506,3 +506,23 @@ def test_what_clients_reach_alone_stays_what_a_run_began_with(mlp, data, set_up_
         assert loop.board.figures([], True)["Local-T_hurt"] == 1
     with pytest.raises(ConfigError, match=r"reference: there is no run in that folder"):
         set_up_federation(lambda: FedAvg(mlp()), **{**options, "folder": tmp_path / "other"})
+
+
+def test_a_reference_in_which_clients_did_not_train_alone_or_otherwise_is_remarked(
+    mlp, data, set_up_federation, tmp_path
+):
+    """A run of FedAvg, of another model or of other epochs was taken for it in silence."""
+    write_json(tmp_path / "partition.json", data.partition_record())
+    (tmp_path / "clients.csv").write_text("round,client,Local-T\n1,0,0.5\n")
+
+    def said(uplink, epochs, rate):
+        config = f"method: {{class_path: FedAvg}}\noptimizer: {{init_args: {{lr: {rate}}}}}\ndata: {{batch_size: 8}}\n"
+        (tmp_path / "config.yaml").write_text(f"{config}federation: {{rounds: 1, local_epochs: {epochs}}}\n")
+        (tmp_path / "metrics.csv").write_text(f"round,uplink_params\n1,{uplink}\n")
+        loop = set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=EvaluationPolicy(reference=str(tmp_path)))
+        loop.identity = {"optimizer.init_args.lr": 0.1, "federation.local_epochs": 1, "data.batch_size": 8}
+        return [line.removeprefix(f"federation.evaluate.reference: {tmp_path} ") for line in remarks(loop)]
+
+    assert said(0, 1, 0.1) == []
+    assert said(100, 1, 0.1) == ["is of FedAvg, whose clients do not train alone"]
+    assert said(0, 5, 0.2) == ["differs in optimizer, federation.local_epochs"]
