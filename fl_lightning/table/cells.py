@@ -29,13 +29,13 @@ from fl_lightning.identity import (
 from fl_lightning.own_sources import own_sources
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
-from fl_lightning.report.columns import is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import has_ended, rows_of, who_holds
 from fl_lightning.report.wandb_name import CLASS_PATH
 from fl_lightning.sealed import read_json
 from fl_lightning.table.definition import Column, Definition, Row
+from fl_lightning.table.lacking import why_lacking
 from fl_lightning.table.overlays import Overlay
 
 
@@ -366,17 +366,10 @@ def _check_loggers(config: Config) -> None:
 
 
 def _check_figures(table: Definition, row: Row, column: Column, config: Config) -> None:
-    """Refuse a figure on validation parts that a cell's runs do not have."""
-    data = config["data"]
-    if data["evaluate_on"] == "test" and (data["validation_fraction"] or data["split"] == "file"):
-        return
-    why = "set data.validation_fraction above 0"
-    if data["evaluate_on"] != "test":
-        why = "under data.evaluate_on: validation they have the test parts' names"
+    """Refuse a figure that a cell's runs cannot have."""
     for figure in filter(None, (table.figure(row, column, name) for name in column.figures)):
-        for name in (figure.column, figure.by):
-            rule = f"{figure} needs figures of validation parts, and its runs have none: {why}"
-            require(not is_validated(name), f"rows.{row.name}, columns.{column.name}", rule)
+        why = why_lacking(figure, config)
+        require(not why, f"rows.{row.name}, columns.{column.name}", f"there is no {figure}: {why}")
 
 
 def _check_names(option: str, given: Iterable[str], known: Sequence[str]) -> None:

@@ -103,6 +103,11 @@ class Figure:
         return column.removesuffix(".value") if moment == "best" else column
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it is read from, or the entry; with what its best round is chosen by."""
+        return tuple(filter(None, (self._score, self.by)))
+
+    @property
     def of_clients(self) -> str:
         """The column of `clients.csv` that it is the mean of; empty where it is none."""
         mean = self.column.removesuffix("_weighted")

@@ -24,6 +24,7 @@ from fl_lightning.report.record import watched_by
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of, trained_nobody
+from fl_lightning.table.lacking import why_lacking
 from fl_lightning.table.overlays import Overlay, classes_first, option, spelled_out, split_options
 from fl_lightning.table.progress import Pace, Progress, duration, forecast, side_by_side
 from fl_lightning.table.quantity import ran_away
@@ -99,6 +100,8 @@ class Tuning:
         if data.get("split") != "file":  # which lists validation parts itself
             words.append(f"--data.validation_fraction={data.get('validation_fraction') or self.search.validation}")
         words.append("--data.evaluate_on=validation")
+        why = why_lacking(self.search.monitor, plain.config)
+        require(not why, "monitor", f"is no figure of {contender.name}: {why}", str(self.search.monitor))
         return [cell_of(row, COLUMN, words, seed, self.cells) for seed in self.search.seeds]
 
     def grid(self) -> Iterator[tuple[str, Cell]]:

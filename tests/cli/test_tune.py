@@ -211,6 +211,9 @@ def test_mistakes_are_one_line(place):
     place.write("small.yaml", TUNE.replace("Local-T_received.last", "{of: Local-T_received.last, scale: 1000}"))
     code, _, err = place.call("tune", "small.yaml")
     assert (code, "monitor.scale: a search has its figure as it is" in err) == (2, True)
+    place.write("small.yaml", TUNE.replace("Local-T_received.last", "Local-T_newcomers.last"))
+    code, _, err = place.call("tune", "small.yaml")
+    assert (code, "monitor: is no figure of" in err, err.count("\n")) == (2, True, 1)
 
 
 def refused(place, *argv):

@@ -161,11 +161,17 @@ def test_runs_that_care_otherwise_for_clients_that_fail_are_two_cells(tmp_path):
         ("Local-V.last", "{}", "set data.validation_fraction above 0"),
         ("Local-T.best@eval_loss/Local-V", "{}", "set data.validation_fraction above 0"),
         ("Local-V.last", "{data.validation_fraction: 0.2, data.evaluate_on: validation}", "the test parts' names"),
+        ("F1Score/Local-T.last", "{}", "do not measure F1Score"),
+        ("F1Score/Local-T.last", "{metrics: [torchmetrics.F1Score]}", ""),
+        ("eval_loss/Local-T.last", "{federation.evaluate.loss: false}", "do not measure eval_loss"),
+        ("Local-T_newcomers.last", "{}", "set federation.newcomers.clients"),
+        ("epsilon.last", "{}", "put ClipAndNoise into federation.wire"),
+        ("summary.record_privacy.epsilon", "{}", "set federation.record_privacy"),
         ("Local-V.last", "{data.validation_fraction: 0.2}", ""),
         ("Local-T.last", "{data.validation_fraction: 0.2, data.evaluate_on: validation}", ""),
     ],
 )
-def test_figure_of_validation_parts_needs_them(tmp_path, figure, settings, said):
+def test_figure_that_no_run_can_have_is_refused(tmp_path, figure, settings, said):
     rest = f"columns: {{Digits: {{}}}}\nrows:\n  FedAvg: {{set: {settings}}}\n"
     (tmp_path / "own.yaml").write_text(f"base: {{files: [quickstart]}}\nfigure: {figure}\n{rest}")
     definition, choice = read_definition(tmp_path / "own.yaml"), Choice(tmp_path)
@@ -175,7 +181,7 @@ def test_figure_of_validation_parts_needs_them(tmp_path, figure, settings, said)
     with pytest.raises(ConfigError) as caught:
         cells_of(definition, choice)
     assert caught.value.key == f"rows.FedAvg, columns.{definition.columns[0].name}"
-    assert f"{figure} needs figures of validation parts" in str(caught.value)
+    assert f"there is no {figure}: " in str(caught.value)
     assert said in str(caught.value)
 
 

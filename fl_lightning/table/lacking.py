@@ -1,0 +1,44 @@
+"""Which figures no run of a configuration can have, found before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_lightning.configuration import short_name
+from fl_lightning.report.columns import BALANCED, LOSS, is_validated, measure_of
+from fl_lightning.table.quantity import Figure
+
+_SPENT = {"epsilon": "privacy.", "record_epsilon": "record_privacy."}
+"""Columns of what privacy is spent -> how entries of `summary.json` begin that say the same."""
+
+
+def why_lacking(figure: Figure, config: Mapping[str, Any]) -> str:
+    """Why no run of a resolved configuration has a figure; empty where some may have it."""
+    return next(filter(None, (_why(name, config) for name in figure.columns)), "")
+
+
+def _why(name: str, config: Mapping[str, Any]) -> str:
+    data, federation = config["data"], config["federation"]
+    if is_validated(name) and data["evaluate_on"] != "test":
+        return "under data.evaluate_on: validation those of validation parts have the test parts' names"
+    if is_validated(name) and not data["validation_fraction"] and data["split"] != "file":
+        return "its runs have no validation parts: set data.validation_fraction above 0"
+    if measure := _unknown_measure(name, config):
+        return f"its runs do not measure {measure}: name it under metrics"
+    if name.endswith("_newcomers") and not (federation.get("newcomers") or {}).get("clients"):
+        return "nobody joins its runs later: set federation.newcomers.clients"
+    spent = next((own for own, entry in _SPENT.items() if name == own or name.startswith(entry)), "")
+    if spent == "record_epsilon" and federation.get("record_privacy") is None:
+        return "its runs spend no privacy of samples: set federation.record_privacy"
+    if spent == "epsilon" and not federation.get("wire"):
+        return "its runs spend no privacy: put ClipAndNoise into federation.wire"
+    return ""
+
+
+def _unknown_measure(name: str, config: Mapping[str, Any]) -> str:
+    """The measure of a column that a configuration has not; one that is there twice has its arguments in its name."""
+    asked, policy = measure_of(name), config["federation"].get("evaluate") or {}
+    usual = [own for own, key in ((LOSS, "loss"), (BALANCED, "balanced_accuracy")) if policy.get(key, True)]
+    known = [*usual, *map(short_name, config.get("metrics") or ())]
+    return "" if any(asked == own or asked.startswith(f"{own}_") for own in known) else asked
