@@ -79,6 +79,7 @@ def table(argv: Sequence[str], command: Command) -> int:
         for cell in distinct(shard):
             print(shlex.join(["fl-lightning", *cell.words]))
         return 0
+    _check_references(shard)
     console = PlainConsole(quiet=options.quiet)
     if options.dry_run:
         forecast(console, [(cell.title, cell) for cell in distinct(shard)], options.jobs)
@@ -213,6 +214,34 @@ def _without_data(cells: Sequence[Cell]) -> dict[str, str]:
         if lacks.get(key) and not cell.finished:
             found[cell.title] = lacks[key]
     return found
+
+
+def _check_references(cells: Sequence[Cell]) -> None:
+    """Refuse a cell whose clients are not those of the run with which they are compared, of another seed mostly."""
+    compared = [cell for cell in cells if (cell.config["federation"].get("evaluate") or {}).get("reference")]
+    first: dict[str, Cell] = {}
+    for cell in (cell for cell in compared if not cell.finished):
+        folder, data = cell.config["federation"]["evaluate"]["reference"], cell.config["data"]
+        first.setdefault(repr((folder, data, cell.seed)), cell)
+    if not first:
+        return
+    import torch
+
+    from fl_lightning.experiment import build_data
+    from fl_lightning.federation.fairness import read_reference
+
+    torch.set_num_threads(1)  # before anything uses them, as for `_without_data`
+    for cell in first.values():
+        try:
+            data = build_data(cell.config["data"])
+            data.setup(cell.seed)
+        except ConfigError:  # which is said of the cell itself
+            continue
+        try:
+            read_reference(cell.config["federation"]["evaluate"]["reference"], data)
+        except ConfigError as error:
+            place = f"rows.{cell.row.name}, columns.{cell.column.name}, seed {cell.seed}"
+            raise ConfigError(place, str(error)) from error
 
 
 def _parser() -> Any:

@@ -1,8 +1,15 @@
 """`fl-lightning table` where there is nothing to run."""
 
+from contextlib import nullcontext
+
 import pytest
 
+from fl_lightning.data.digits import Digits
+from fl_lightning.data.module import FederatedData
+from fl_lightning.data.partitions import IID
+from fl_lightning.errors import ConfigError
 from fl_lightning.files import WriteError
+from fl_lightning.sealed import write_json
 from fl_lightning.table.command import table
 from fl_lightning.table.running import Crew
 
@@ -60,3 +67,18 @@ def test_rows_that_differ_in_how_they_are_computed_alone_are_said_to_be_one_run(
     out = capsys.readouterr().out
     assert "Stacked, A is the run of Row, A, its seconds, too: they differ in federation.cohort, " in out
     assert "Same, A is the run" not in out
+
+
+def test_a_reference_of_another_seed_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
+    """A dry run ended with 0, and every run of the other seed was refused."""
+    monkeypatch.chdir(tmp_path)
+    data = FederatedData(Digits(), IID(), 2)
+    data.setup(0)
+    write_json(tmp_path / "partition.json", data.partition_record())
+    (tmp_path / "clients.csv").write_text("round,client,Local-T\n1,0,0.5\n")
+    text = TABLE.replace("{class_path: MNIST, init_args: {root: none, download: false}}", "Digits")
+    text += "    federation: {evaluate: {reference: .}}\n"
+    for seeds, refused in (([0], False), ([0, 1], True)):
+        (tmp_path / "t.yaml").write_text(f"{text}seeds: {seeds}\n")
+        with pytest.raises(ConfigError, match=r"^rows\.Row, columns\.A, seed 1: ") if refused else nullcontext():
+            assert table(["t.yaml", "--dry-run"], lambda words: None) == 0
