@@ -164,8 +164,10 @@ class _Reader:
         self._require_heads_that_differ(columns)
         rows = tuple(self._row(name, node, columns) for name, node in self._section("rows"))
         seeds = content.get("seeds", [0])
-        whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
-        require(whole, "seeds", "must be a list of whole numbers >= 0", seeds)
+        whole = (
+            isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)
+        )
+        require(whole, "seeds", "must be a list of whole numbers >= 0 and below 2^63", seeds)
         require(len(set(seeds)) == len(seeds), "seeds", "must differ from each other", seeds)
         spread = content.get("spread", "")
         require(spread in ("seeds", "clients", ""), "spread", "must be seeds or clients, or be left out", spread)
@@ -227,6 +229,9 @@ class _Reader:
         """`figures` by name, or `figure` without one; empty where there is neither."""
         given = given_in(node, "figures", {})
         require(isinstance(given, Mapping), f"{key}figures", "must hold figures by name", given)
+        require(
+            not given or "figure" not in node, f"{key}figure", "must be left out beside figures", node.get("figure")
+        )
         figures = {str(name): read_figure(figure, f"{key}figures.{name}") for name, figure in given.items()}
         one = {"": read_figure(node["figure"], f"{key}figure")} if "figure" in node else {}
         return figures or one
