@@ -150,15 +150,17 @@ class FederatedData:
             self._augment.check_scale(self.arrays.x)  # as a shift has left them
         some = self.evaluate_on == "test" or bool(self.num_test.any())
         require(
-            some, "data.evaluate_on", f"no client has a validation sample: {self._more_validation}", self.evaluate_on
+            some, "data.evaluate_on", f"no client has a validation sample: {self.more_validation}", self.evaluate_on
         )
         self._seed = seed
 
     @property
-    def _more_validation(self) -> str:
+    def more_validation(self) -> str:
         """What gives clients validation samples."""
-        if isinstance(self.partition, ListedPartition):
+        if isinstance(self.partition, ListedPartition) and self.split in ("file", "global"):
             return "list some under validation"
+        if self.validation_fraction == 0:
+            return "set data.validation_fraction above 0"
         larger = "take a larger data.validation_fraction"
         return f"{larger}, or {'partition.samples' if isinstance(self.partition, Population) else 'fewer clients'}"
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.errors import ConfigError, require, require_choices, suggest
 from fl_lightning.report.columns import is_score, less_is_better, validated
 from fl_lightning.report.record import WATCHED
+
+if TYPE_CHECKING:
+    from fl_lightning.data.module import FederatedData
 
 KEY = "federation.early_stopping"
 
@@ -34,6 +37,7 @@ class EarlyStopping:
     mode: Literal["auto", "max", "min"] = "auto"
 
     def __post_init__(self) -> None:
+        require(self.monitor != "", f"{KEY}.monitor", "must name a column; null takes the first there is", self.monitor)
         require(self.patience >= 1, f"{KEY}.patience", "must be >= 1 evaluated rounds", self.patience)
         require(self.min_delta >= 0, f"{KEY}.min_delta", "must be >= 0", self.min_delta)
         require_choices(KEY, mode=(self.mode, Literal["auto", "max", "min"]))
@@ -47,13 +51,19 @@ class Patience:
         columns: of `metrics.csv`.
         on_validation: whether all figures are on the validation parts.
         after: the round after which newcomers join; before, no figure of theirs is waited for.
+        cure: what gives clients validation samples.
     """
 
     def __init__(
-        self, settings: EarlyStopping | None, columns: Sequence[str], on_validation: bool, after: int = 0
+        self,
+        settings: EarlyStopping | None,
+        columns: Sequence[str],
+        on_validation: bool,
+        after: int = 0,
+        cure: str = "set data.validation_fraction above 0",
     ) -> None:
         self.settings = settings
-        self.monitor = "" if settings is None else monitored(settings, columns, on_validation)
+        self.monitor = "" if settings is None else monitored(settings, columns, on_validation, cure)
         self.after = after if self.monitor.endswith("_newcomers") else 0
         mode = "auto" if settings is None else settings.mode
         self.less = less_is_better(self.monitor) if mode == "auto" else mode == "min"
@@ -127,17 +137,34 @@ class Patience:
             self.best, self.round, self.waited = state["best"], state["round"], state["waited"]
 
 
-def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bool) -> str:
-    """The column that is watched.
+def patience_of(
+    settings: EarlyStopping | None, columns: Sequence[str], data: FederatedData, after: int = 0
+) -> Patience:
+    """What watches a federation's figure.
+
+    Args:
+        settings: as `Patience` takes them.
+        columns: likewise.
+        data: set up.
+        after: as `Patience` takes it.
+
+    Raises:
+        ConfigError: as `monitored` does.
+    """
+    cure = "" if settings is None else data.more_validation
+    return Patience(settings, columns, data.evaluate_on == "validation", after, cure)
+
+
+def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bool, cure: str) -> str:
+    """The column that is watched; `cure` is what gives clients validation samples.
 
     Raises:
         ConfigError: if there is none of that name, or it is not on the validation parts.
     """
     allowed = [name for name in columns if is_score(name) and (on_validation or validated(name) == name)]
     if not allowed:
-        rule = "watches validation parts, and there are none: set data.validation_fraction above 0"
         if any(map(is_score, columns)):
-            raise ConfigError(KEY, rule)
+            raise ConfigError(KEY, f"watches validation parts, and there are none: {cure}")
         raise ConfigError(KEY, "watches evaluations, and there are none: federation.evaluate switches them off")
     wanted = settings.monitor or next((name for name in WATCHED if name in allowed), allowed[0])
     if wanted in columns and is_score(wanted) and wanted not in allowed:

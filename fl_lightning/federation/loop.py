@@ -23,7 +23,7 @@ from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.cohort import Cohort
 from fl_lightning.federation.collusion import Collusion, Held
 from fl_lightning.federation.compiling import compile_steps
-from fl_lightning.federation.early_stopping import Patience
+from fl_lightning.federation.early_stopping import patience_of
 from fl_lightning.federation.examiner import Examiner
 from fl_lightning.federation.exchange import Carriers
 from fl_lightning.federation.graphs import exchange_of
@@ -116,7 +116,7 @@ class FederatedLoop:
         policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
         self.ward = Ward(policy, self.workers, self.exchange, self.wire, growth, trained)
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward, goes_on)
-        newcomers, late, skips = settings.newcomers.clients, settings.newcomers.after, policy == "skip"
+        newcomers, skips = settings.newcomers.clients, policy == "skip"
         own, hostile = settings.record_privacy, self.runner.attackers.clients
         self.records = None if own is None else RecordAccount(own, self.num_train, data.batch_size)
         self.ledger = Ledger(self.calendar.num_founders, newcomers > 0, self.account, self.records, skips, hostile)
@@ -124,7 +124,7 @@ class FederatedLoop:
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
         filled = [name for name in self.row_columns if self.examiner.may_fill(name)]
-        self.patience = Patience(settings.early_stopping, filled, data.evaluate_on == "validation", late)
+        self.patience = patience_of(settings.early_stopping, filled, data, settings.newcomers.after)
 
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts

@@ -80,7 +80,7 @@ def test_what_cannot_be_watched_is_refused_in_one_line(options, columns, line):
     assert str(caught.value).startswith(line)
 
 
-@pytest.mark.parametrize(("name", "value"), [("patience", 0), ("min_delta", -1.0), ("mode", "most")])
+@pytest.mark.parametrize(("name", "value"), [("monitor", ""), ("patience", 0), ("min_delta", -1.0), ("mode", "most")])
 def test_numbers_are_checked(name, value):
     with pytest.raises(ConfigError, match=rf"^federation\.early_stopping\.{name}: "):
         EarlyStopping(**{name: value})
@@ -89,6 +89,10 @@ def test_numbers_are_checked(name, value):
 def test_a_run_without_a_validation_part_is_refused_before_it_begins(mlp, set_up_federation, make_data):
     with pytest.raises(ConfigError, match=r"data\.validation_fraction"):
         set_up_federation(lambda: FedAvg(mlp()), early_stopping=EarlyStopping())
+    with pytest.raises(ConfigError, match=r"there are none: take a larger data\.validation_fraction, or fewer clients"):
+        set_up_federation(
+            lambda: FedAvg(mlp()), data=make_data(validation_fraction=0.01), early_stopping=EarlyStopping()
+        )
     off = {"early_stopping": EarlyStopping(), "evaluate": EvaluationPolicy(validation=False)}
     with pytest.raises(ConfigError, match=r"validation"):
         set_up_federation(lambda: FedAvg(mlp()), data=make_data(validation_fraction=0.25), **off)
