@@ -14,6 +14,7 @@ from fl_lightning.federation import fairness
 from fl_lightning.federation.callbacks import never_called
 from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.privacy import ClipAndNoise
+from fl_lightning.federation.selection import Cyclic
 from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.trust import is_known
@@ -32,19 +33,11 @@ class Remarking(Protocol):
 
 def remarks(loop: FederatedLoop) -> Iterator[str]:
     """A line for each, once the loop is set up."""
-    largest, size = int(loop.num_train.max()), loop.data.batch_size
-    if size > largest and loop.num_clients > 0:
-        yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
-    if loop.data.left_out:
-        yield f"data: {loop.data.left_out} of {len(loop.data.arrays.y)} samples are left out: nobody holds them"
-    if loop.data.only_tested:
-        few = ", ".join(map(repr, loop.data.only_tested[:3])) + (", …" if len(loop.data.only_tested) > 3 else "")
-        yield f"data: the official test part has classes that the training part has no sample of: {few}"
+    yield from _of_data(loop)
+    yield from _of_evaluation(loop)
+    yield from _of_privacy(loop)
+    yield from _without_effect(loop)
     yield from (f"federation.callbacks: {said}" for said in never_called(loop.callbacks))
-    reference = loop.settings.evaluate.reference
-    known = loop.data, loop.board.alone, loop.identity
-    if reference is not None and (said := fairness.remarks_on(reference, *known)):
-        yield f"{fairness.KEY}: {said}"
     if views := loop.runner.residents.views:
         yield f"federation.channels_last: off, for view of {views} cannot flatten such maps: reshape can, and is faster"
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange
@@ -67,6 +60,71 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
     if chosen is not None and type(chosen).__name__ != method.exchange:
         own, name = method.exchange, type(method).__name__
         yield f"federation.exchange: {type(chosen).__name__}, where {name} is defined on {own}"
+
+
+def _of_data(loop: FederatedLoop) -> Iterator[str]:
+    largest, size, data = int(loop.num_train.max()), loop.data.batch_size, loop.data
+    if size > largest and loop.num_clients > 0:
+        yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
+    if data.left_out:
+        yield f"data: {data.left_out} of {len(data.arrays.y)} samples are left out: nobody holds them"
+    if data.only_tested:
+        few = ", ".join(map(repr, data.only_tested[:3])) + (", …" if len(data.only_tested) > 3 else "")
+        yield f"data: the official test part has classes that the training part has no sample of: {few}"
+    if not loop.num_test.any() and not len(data.server_test):
+        yield "data: nobody has a test sample, so that no accuracy is measured"
+    if len(data.arrays.classes) == 1:
+        yield f"data.dataset: all samples are of one class ({data.arrays.classes[0]!r}), so that nothing is learned"
+
+
+def _of_evaluation(loop: FederatedLoop) -> Iterator[str]:
+    settings, policy, calendar = loop.settings, loop.settings.evaluate, loop.calendar
+    known = loop.data, loop.board.alone, loop.identity
+    if policy.reference is not None and (said := fairness.remarks_on(policy.reference, *known)):
+        yield f"{fairness.KEY}: {said}"
+    if settings.early_stopping is None:
+        return
+    of_clients = not loop.patience.monitor.rpartition("/")[2].startswith("Server")
+    if policy.clients == "participants" and settings.participation < 1 and of_clients:
+        said = "participants are other clients in every round, whose figures early stopping compares"
+        yield f"federation.evaluate.clients: {said}"
+    rounds, patience = sum(map(calendar.is_evaluated, range(1, settings.rounds + 1))), settings.early_stopping.patience
+    if patience >= rounds:
+        yield f"federation.early_stopping.patience: {patience} ends nothing: {rounds} rounds are evaluated"
+
+
+def _of_privacy(loop: FederatedLoop) -> Iterator[str]:
+    """A δ at which publishing one client, or one sample, whole would be private."""
+    account, records = loop.account, loop.settings.record_privacy
+    if account is not None and account.settings.delta * loop.num_clients >= 1:
+        said = f"{account.settings.delta:g} is not below 1 / {loop.num_clients} clients, so that ε promises little"
+        yield f"federation.wire: ClipAndNoise: delta: {said}"
+    if records is not None and records.delta * (most := int(loop.num_train.max())) >= 1:
+        said = f"{records.delta:g} is not below 1 / {most}, the samples of a client, so that ε promises little"
+        yield f"federation.record_privacy.delta: {said}"
+
+
+def _without_effect(loop: FederatedLoop) -> Iterator[str]:
+    """What is configured and changes nothing."""
+    settings, module, flags = loop.settings, loop.runner.modules[0], loop.runner.flags
+    name = type(module.method).__name__
+    if not module.method.interface():
+        idle = [key for key in ("wire", "attack", "aggregator", "server_optimizer") if getattr(settings, key)]
+        yield from (f"federation.{key}: reaches nobody: with {name} nothing travels" for key in idle)
+    joining = settings.newcomers
+    if joining.after and not joining.clients:
+        yield f"federation.newcomers.after: {joining.after} has no effect without federation.newcomers.clients"
+    everybody = settings.participation == 1 and settings.selection is None  # others are tested as they begin
+    alike = everybody and not module.division.kept and not loop.exchange.between_clients
+    if settings.init == "own" and alike:
+        yield f"federation.init: own has no effect: {name} shares all weights, which the first receive replaces"
+    groups, own = loop.num_clients, settings.selection
+    if isinstance(own, Cyclic) and own.groups > groups:
+        yield f"federation.selection: Cyclic: {own.groups} groups of {groups} clients, so that some rounds have nobody"
+    if "gradient_clip_algorithm" in flags and "gradient_clip_val" not in flags:
+        yield "trainer.gradient_clip_algorithm: has no effect without trainer.gradient_clip_val"
+    if flags.get("min_steps") and not flags.get("callbacks"):
+        yield "trainer.min_steps: has no effect: federation.local_epochs and local_steps say how long a fit is"
 
 
 @torch.no_grad()

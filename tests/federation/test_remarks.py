@@ -5,13 +5,19 @@ from torch import nn
 from tutorial_modules import DigitClassifier
 
 from fl_lightning.core.server_optimizer import ServerMomentum
+from fl_lightning.federation.attacks import Attack
+from fl_lightning.federation.early_stopping import EarlyStopping
 from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.graphs import Ring
 from fl_lightning.federation.privacy import ClipAndNoise
 from fl_lightning.federation.remarks import remarks
+from fl_lightning.federation.selection import Cyclic
+from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedlc import FedLC
+from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.gpfl import GPFL
+from fl_lightning.methods.local import Local
 from fl_lightning.methods.perfedavg import PerFedAvg
 from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.lightning_module import WrappedLightningModule
@@ -140,3 +146,43 @@ def test_noise_on_running_variances_is_remarked(set_up_federation, conv_net):
         options = {"wire": [ClipAndNoise(1.0, 1.0)], "share_buffers": shares}
         found = list(remarks(set_up_federation(lambda: FedAvg(conv_net()), **options)))
         assert [own[own.index("running_var") :] for own in found] == said
+
+
+FEW = {"participation": 0.5, "evaluate": EvaluationPolicy(clients="participants")}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        (FedAvg, {"early_stopping": EarlyStopping(patience=3)}, ["federation.early_stopping.patience: 3 ends nothing"]),
+        (FedAvg, {"early_stopping": EarlyStopping(patience=2)}, []),
+        (FedAvg, {"early_stopping": EarlyStopping(patience=2), **FEW}, ["federation.evaluate.clients: participants"]),
+        (FedAvg, {"early_stopping": EarlyStopping("Server-V", patience=2), **FEW}, []),
+        (FedAvg, {"wire": [ClipAndNoise(1.0, 1.0, delta=0.25)]}, ["federation.wire: ClipAndNoise: delta: 0.25 is not"]),
+        (FedAvg, {"wire": [ClipAndNoise(1.0, 1.0, delta=0.2)]}, []),
+        (
+            Local,
+            {"wire": [Quantize()], "attack": Attack(share=0.25)},
+            ["federation.wire: reaches", "federation.attack: re"],
+        ),
+        (FedAvg, {"newcomers": Newcomers(after=2)}, ["federation.newcomers.after: 2 has no effect without"]),
+        (FedAvg, {"init": "own"}, ["federation.init: own has no effect: FedAvg shares all weights"]),
+        (FedRep, {"init": "own"}, []),
+        (FedAvg, {"selection": Cyclic(5)}, ["federation.selection: Cyclic: 5 groups of 4 clients"]),
+        (FedAvg, {"trainer": {"gradient_clip_algorithm": "norm"}}, ["trainer.gradient_clip_algorithm: has no effect"]),
+        (FedAvg, {"trainer": {"min_steps": 5}}, ["trainer.min_steps: has no effect"]),
+    ],
+)
+def test_what_is_configured_and_does_nothing_is_remarked(method, options, said, set_up_federation, make_data, mlp):
+    loop = set_up_federation(lambda: method(mlp()), data=make_data(validation_fraction=0.25), **options)
+    found = list(remarks(loop))
+    assert [own.startswith(start) for own, start in zip(found, said, strict=True)] == [True] * len(said), found
+
+
+def test_a_run_without_test_samples_and_one_of_a_single_class_are_remarked(set_up_federation, make_data, mlp):
+    loop = set_up_federation(lambda: FedAvg(mlp()))
+    loop.num_test = loop.num_test * 0
+    loop.data.server_test = loop.data.server_test[:0]
+    loop.data.arrays.classes = ("0",)
+    said = ["data: nobody has a test sample, so that", "data.dataset: all samples are of one class ('0')"]
+    assert [own.startswith(start) for own, start in zip(remarks(loop), said, strict=True)] == [True, True]
