@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fl_lightning.configuration import read_config
 from fl_lightning.core.predictor import headline
@@ -48,19 +48,14 @@ def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
         if path is not None:
             experiment.loop.load_state_dict(checkpoints.load(path))
         elif (folder / "partition.json").is_file():
-            _require_recorded(experiment.loop, read_json(folder / "partition.json", "--resume"))
+            record = read_json(folder / "partition.json", "--resume")
+            require(is_recorded(record, experiment.loop.data), "--resume", CHANGED)
     loop, rounds = experiment.loop, (row["round"] for row in read_metrics(folder))
     done = max((round for round in rounds if isinstance(round, int)), default=0)
     finished = (folder / "summary.json").is_file()
     if finished and 0 < loop.round < done:
         say(f"{folder} has {done} rounds, and was last saved after round {loop.round}, whose state this is")
     return loop
-
-
-def _require_recorded(loop: FederatedLoop, record: Mapping[str, Any]) -> None:
-    """Refuse other data than a run's `partition.json` is of, where no checkpoint says which they were."""
-    hashes, samples = {loop.data.partition_hash, loop.data.former_hash}, loop.data.samples_hash
-    require(any(is_recorded(record, own, samples) for own in hashes), "--resume", CHANGED)
 
 
 def with_models(folder: Path, trust: Trust, option: str) -> FederatedLoop:

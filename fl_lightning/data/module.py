@@ -303,9 +303,10 @@ class FederatedData:
         return {"groups": [[names[group] if names else str(group) for group in each] for each in own]}
 
 
-def is_recorded(record: Mapping[str, Any], partition_hash: str, samples_hash: str) -> bool:
+def is_recorded(record: Mapping[str, Any], data: FederatedData) -> bool:
     """Whether a `partition.json` is of such clients and samples; runs of earlier versions wrote down no samples."""
-    return record.get("hash") == partition_hash and record.get("samples", samples_hash) == samples_hash
+    same = record.get("hash") in (data.partition_hash, data.former_hash)
+    return same and record.get("samples", data.samples_hash) == data.samples_hash
 
 
 def shifted(shift: Shift, arrays: Arrays, parts: Sequence[ClientIndices], seed: int) -> Arrays:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fl_lightning.data.module import is_recorded
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.report.record import ever_trained, read_packed
 from fl_lightning.report.recorded_run import read_run
@@ -103,9 +104,12 @@ def read_reference(folder: str, data: FederatedData) -> np.ndarray:
     there = Path(folder)
     require((there / "partition.json").is_file(), KEY, "there is no run in that folder", folder)
     other = read_json(there / "partition.json", KEY)
-    samples = data.samples_hash
-    same = other.get("hash") == data.partition_hash and other.get("samples", samples) == samples
-    require(same, KEY, "that run's clients hold other samples: take the same data, shift and seed", folder)
+    require(
+        is_recorded(other, data),
+        KEY,
+        "that run's clients hold other samples: take the same data, shift and seed",
+        folder,
+    )
     parts = other.get("evaluate_on", data.evaluate_on)
     rule = f"that run was evaluated on {parts} parts, and data.evaluate_on is {data.evaluate_on}"
     require(parts == data.evaluate_on, KEY, rule, folder)
