@@ -27,7 +27,7 @@ class WrappedModel(SplitModel):
 
     The head is taken out of a copy of the module, and an identity put in its place: what is left is the body. So the
     head must be the last thing that the module's `forward` does, and get a z [B, D]. This is tried out once, on two
-    made-up samples in evaluation mode.
+    made-up samples, as it predicts and as it trains.
 
     Args:
         input_shape: shape of one sample.
