@@ -233,7 +233,6 @@ class ClientModule(L.LightningModule):
         One for each part of each phase, and then those that a model which steps by itself has beside them.
         """
         assert self.settings is not None, "`settings` is set by the runner"
-        self.hooks.begin()
         self.fitting, self.planned = self.planned or self.plan(), None
         epochs, own = self.fitting.epochs, self.own
         accumulate, clipping = self.settings.accumulate, self.settings.clipping
@@ -244,6 +243,7 @@ class ClientModule(L.LightningModule):
             optimizer.register_step_post_hook(_count_step(fit))
         made = made if self.private is None else [self.private.wrap(optimizer) for optimizer in made]
         fit.lr = made[0].param_groups[0]["lr"] if made else 0.0
+        self.hooks.begin()  # behind the optimizers' own, or every fit would be looked through
         return made + further
 
     def on_train_start(self) -> None:
