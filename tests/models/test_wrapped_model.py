@@ -67,6 +67,17 @@ class TwoInTraining(UserNet):
         return (out, out) if self.training else out
 
 
+class Recurrent(nn.Module):
+    """Its last layer gives more than one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(8, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x.squeeze(1))[1].squeeze(0)
+
+
 class LogProbabilities(UserNet):
     def forward(self, x):
         return F.log_softmax(super().forward(x), dim=1)
@@ -250,6 +261,7 @@ def test_wrapped_model_takes_tokens():
             {"head": "classifier"},
             "^model.head: .*that TwoInTraining does, in training, too, where TwoInTraining gives tuple$",
         ),
+        (Recurrent(), {"head": "cell"}, '^model.head: "cell" must be the last thing that Recurrent does'),
         (UserNet(), {"head": "conv"}, '^model.head: "conv" must be the last thing that UserNet does'),
         (ReadsItsHead(), {"head": "classifier.2"}, "^model.head: .*must be the last thing .*it fails"),
         (Maps(), {"head": "head"}, r"^model.head: .*one tensor z of shape \[B, D\], got \(2, 4, 6, 6\)$"),
