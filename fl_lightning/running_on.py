@@ -31,6 +31,11 @@ _IN_FITS = (
 )
 
 
+def speaks_for_all() -> bool:
+    """Whether this process says what all of a run's workers, or devices, would say."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+
+
 class RunningOn:
     """Says, once, which attribute of some objects runs on from one client to the next.
 
@@ -72,7 +77,7 @@ class RunningOn:
         if ran is None:
             return
         place, name = ran
-        if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        if speaks_for_all():
             say(
                 f"fl-lightning: {type(self._owners[place]).__name__}.{name} runs on from one client to the next and is "
                 f"saved nowhere, so that a resumed run, or one on several workers, may differ: {self._remedy}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fl_lightning.models.copying import hook_tables
+from fl_lightning.running_on import speaks_for_all
 from fl_lightning.terminal import say
 
 
@@ -38,6 +38,6 @@ class FitHooks:
 
     def _say(self, place: str) -> None:
         """Once: who has registered it for all fits in the first one learns that it is not there any more."""
-        if not self._was_said and (not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0):
+        if not self._was_said and speaks_for_all():
             say(f"fl-lightning: a hook that {place} was given in a local fit ends with it; register one in every fit")
         self._was_said = True
