@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -47,7 +48,8 @@ class RunningOn:
     Args:
         owners: what clients share. Those that are not somebody's own are not looked at.
         remedy: where to keep such a thing.
-        tensors: whether tensors are looked at, too; in a fit they are mostly what a step has put aside for itself.
+        tensors: whether all tensors are looked at, too. In a fit they are mostly what a step has put aside for itself:
+            there only those that were there from the start, in their shape, and have no gradient.
     """
 
     def __init__(self, owners: Iterable[object], remedy: str = _IN_FITS, tensors: bool = False) -> None:
@@ -57,6 +59,7 @@ class RunningOn:
         self._changed: dict[tuple[int, str], Hashable] | None = None
         self._turns = self._rest = 0
         self._times: Counter[tuple[int, str]] = Counter()
+        self._shapes = {key: own.shape for key, own in self._attributes() if isinstance(own, Tensor)}
 
     def begin(self) -> None:
         """A client's turn has come."""
@@ -97,9 +100,20 @@ class RunningOn:
         """What stands for the attributes, and how many values have been looked at."""
         taken = Taken()
         found = {
-            (place, name): self._look.mark(value, (id(own),), taken)
-            for place, own in enumerate(self._owners)
-            for name, value in vars(own).items()
-            if name not in _OF_BASES and not is_cached(type(own), name)
+            key: (_OUTSIDE if self._lasts(key, value) else self._look).mark(value, (id(self._owners[key[0]]),), taken)
+            for key, value in self._attributes()
         }
         return {key: mark for key, mark in found.items() if mark is not None}, taken.values
+
+    def _attributes(self) -> Iterator[tuple[tuple[int, str], Any]]:
+        """The owners' attributes, by the owner's place and their name."""
+        for place, own in enumerate(self._owners):
+            for name, value in vars(own).items():
+                if name not in _OF_BASES and not is_cached(type(own), name):
+                    yield (place, name), value
+
+    def _lasts(self, key: tuple[int, str], value: Any) -> bool:
+        """Whether a value is a tensor that is meant to last, and not what a step has put aside."""
+        if not isinstance(value, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return False  # what a stacked step has left there cannot be looked at
+        return not value.requires_grad and self._shapes.get(key) == value.shape

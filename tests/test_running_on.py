@@ -96,6 +96,32 @@ class StepsAnew(StepsByItself):
         self.own = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
 
 
+class Averages(Own):
+    """Keeps a running mean in a tensor that is nobody's buffer, and one of a step's own at hand."""
+
+    def setup(self):
+        self.center, self.fixed, self.last = torch.zeros(3), torch.ones(3), torch.zeros(2, 3)
+
+    def act(self):
+        self.center = 0.9 * self.center + 0.1
+        self.last = torch.rand(4, 3)
+
+
+class WritesInto(Averages):
+    def act(self):
+        self.center.mul_(0.9).add_(0.1)
+
+
+class HasALossAtHand(Own):
+    """Its pass leaves a loss behind, as a mixture of experts does, from when it was tried out on."""
+
+    def setup(self):
+        self.aside = torch.zeros(())
+
+    def act(self):
+        self.aside = next(self.model.parameters()).square().sum() * torch.rand(())
+
+
 class PutsAside(Own):
     """Has a step's tensor at hand, and counts in a buffer."""
 
@@ -119,6 +145,9 @@ class PutsAside(Own):
         (StepsByItself, "StepsByItself.own"),
         (StepsPlainly, ""),
         (StepsAnew, ""),
+        (Averages, "Averages.center"),
+        (WritesInto, "WritesInto.center"),
+        (HasALossAtHand, ""),
         (Begins, ""),
         (PutsAside, ""),
     ],

@@ -466,6 +466,7 @@ def test_an_encoder_of_torchs_is_tested_under_autocast_as_it_is_trained(method, 
     assert torch.backends.mha.get_fastpath_enabled() is fused
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoders_layers_give_feature_maps_when_they_predict():
     """They hand each other nested tensors there, which are no maps."""
     model = WrappedModel((1, 8, 8), 4, Reads(4), "fc", features=["encoder.layers.0"]).eval()
