@@ -13,6 +13,7 @@ from fl_lightning.report.record import WATCHED
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
+    from fl_lightning.federation.policy import EvaluationPolicy
 
 KEY = "federation.early_stopping"
 
@@ -51,7 +52,7 @@ class Patience:
         columns: of `metrics.csv`.
         on_validation: whether all figures are on the validation parts.
         after: the round after which newcomers join; before, no figure of theirs is waited for.
-        cure: what gives clients validation samples.
+        lacking: why no figure is on the validation parts, should there be none.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Patience:
         columns: Sequence[str],
         on_validation: bool,
         after: int = 0,
-        cure: str = "set data.validation_fraction above 0",
+        lacking: str = "and there are none: set data.validation_fraction above 0",
     ) -> None:
         self.settings = settings
-        self.monitor = "" if settings is None else monitored(settings, columns, on_validation, cure)
+        self.monitor = "" if settings is None else monitored(settings, columns, on_validation, lacking)
         self.after = after if self.monitor.endswith("_newcomers") else 0
         mode = "auto" if settings is None else settings.mode
         self.less = less_is_better(self.monitor) if mode == "auto" else mode == "min"
@@ -138,7 +139,7 @@ class Patience:
 
 
 def patience_of(
-    settings: EarlyStopping | None, columns: Sequence[str], data: FederatedData, after: int = 0
+    settings: EarlyStopping | None, columns: Sequence[str], data: FederatedData, policy: EvaluationPolicy, after: int
 ) -> Patience:
     """What watches a federation's figure.
 
@@ -146,17 +147,20 @@ def patience_of(
         settings: as `Patience` takes them.
         columns: likewise.
         data: set up.
+        policy: what is evaluated.
         after: as `Patience` takes it.
 
     Raises:
         ConfigError: as `monitored` does.
     """
-    cure = "" if settings is None else data.more_validation
-    return Patience(settings, columns, data.evaluate_on == "validation", after, cure)
+    lacking = "" if settings is None else f"and there are none: {data.more_validation}"
+    if not policy.validation and data.num_validation.any():
+        lacking = "and federation.evaluate.validation switches them off"
+    return Patience(settings, columns, data.evaluate_on == "validation", after, lacking)
 
 
-def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bool, cure: str) -> str:
-    """The column that is watched; `cure` is what gives clients validation samples.
+def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bool, lacking: str) -> str:
+    """The column that is watched; `lacking` is why there may be none on the validation parts.
 
     Raises:
         ConfigError: if there is none of that name, or it is not on the validation parts.
@@ -164,7 +168,7 @@ def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bo
     allowed = [name for name in columns if is_score(name) and (on_validation or validated(name) == name)]
     if not allowed:
         if any(map(is_score, columns)):
-            raise ConfigError(KEY, f"watches validation parts, and there are none: {cure}")
+            raise ConfigError(KEY, f"watches validation parts, {lacking}")
         raise ConfigError(KEY, "watches evaluations, and there are none: federation.evaluate switches them off")
     wanted = settings.monitor or next((name for name in WATCHED if name in allowed), allowed[0])
     if wanted in columns and is_score(wanted) and wanted not in allowed:

@@ -124,7 +124,7 @@ class FederatedLoop:
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
         filled = [name for name in self.row_columns if self.examiner.may_fill(name)]
-        self.patience = patience_of(settings.early_stopping, filled, data, settings.newcomers.after)
+        self.patience = patience_of(settings.early_stopping, filled, data, settings.evaluate, settings.newcomers.after)
 
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_lightning.configuration import short_name
-from fl_lightning.report.columns import BALANCED, LOSS, is_validated, measure_of
+from fl_lightning.report.columns import BALANCED, LOSS, accuracy_of, is_score, is_validated, measure_of
 from fl_lightning.table.quantity import Figure
 
 _SPENT = {"epsilon": "privacy.", "record_epsilon": "record_privacy."}
@@ -26,14 +26,35 @@ def _why(name: str, config: Mapping[str, Any]) -> str:
         return "its runs have no validation parts: set data.validation_fraction above 0"
     if measure := _unknown_measure(name, config):
         return f"its runs do not measure {measure}: name it under metrics"
+    if switch := _switched_off(name, federation.get("evaluate") or {}):
+        return f"federation.evaluate.{switch} switches it off"
     if name.endswith("_newcomers") and not (federation.get("newcomers") or {}).get("clients"):
         return "nobody joins its runs later: set federation.newcomers.clients"
     spent = next((own for own, entry in _SPENT.items() if name == own or name.startswith(entry)), "")
     if spent == "record_epsilon" and federation.get("record_privacy") is None:
         return "its runs spend no privacy of samples: set federation.record_privacy"
-    if spent == "epsilon" and not federation.get("wire"):
+    if spent == "epsilon" and not any(map(_may_spend, federation.get("wire") or ())):
         return "its runs spend no privacy: put ClipAndNoise into federation.wire"
     return ""
+
+
+def _switched_off(name: str, policy: Mapping[str, Any]) -> str:
+    """The switch without which a score is not measured; empty where none is off."""
+    score = accuracy_of(name) if is_score(name) else ""
+    switches = {
+        "validation": is_validated(name),
+        "server": score.startswith("Server-"),
+        "globally": score.startswith("Global-"),
+        "received": "_received" in score,
+        "trained": score != "" and "_received" not in score and not score.startswith("Server-"),
+    }
+    return next((switch for switch, is_needed in switches.items() if is_needed and not policy.get(switch, True)), "")
+
+
+def _may_spend(filter: Mapping[str, Any]) -> bool:
+    """Whether a wire's filter spends privacy, or is somebody's own, that may."""
+    path = str(filter["class_path"])
+    return path.endswith(".ClipAndNoise") or not path.startswith("fl_lightning.")
 
 
 def _unknown_measure(name: str, config: Mapping[str, Any]) -> str:

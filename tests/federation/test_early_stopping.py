@@ -94,7 +94,7 @@ def test_a_run_without_a_validation_part_is_refused_before_it_begins(mlp, set_up
             lambda: FedAvg(mlp()), data=make_data(validation_fraction=0.01), early_stopping=EarlyStopping()
         )
     off = {"early_stopping": EarlyStopping(), "evaluate": EvaluationPolicy(validation=False)}
-    with pytest.raises(ConfigError, match=r"validation"):
+    with pytest.raises(ConfigError, match=r"parts, and federation\.evaluate\.validation switches them off"):
         set_up_federation(lambda: FedAvg(mlp()), data=make_data(validation_fraction=0.25), **off)
 
 
