@@ -139,10 +139,10 @@ class FromFile(ListedPartition):
     def _read(self) -> Any:
         path = expanded(self.path)
         require(path.is_file(), f"{KEY}.path", "there is no such file", self.path)
-        if path.suffix in (".pkl", ".pickle"):
+        if path.suffix.lower() in (".pkl", ".pickle"):
             return _of_fl_bench(read_pickle(path, f"{KEY}.path"))
         try:
-            if path.suffix == ".npz":
+            if path.suffix.lower() == ".npz":
                 check_room(path, path, f"{KEY}.path")
                 with np.load(io.BytesIO(content_of(path)), allow_pickle=False) as file:
                     return _nested({name: file[name] for name in file.files})

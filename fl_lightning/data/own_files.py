@@ -128,7 +128,7 @@ def read_arrays(path: Path, key: str) -> dict[str, Any]:
     require(path.is_file(), key, "there is no such file", str(path))
     check_room(path, path, key)
     try:
-        if path.suffix == ".npz":
+        if path.suffix.lower() == ".npz":
             with np.load(path, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         found = torch.load(path, map_location="cpu", weights_only=True)

@@ -41,6 +41,16 @@ def checked(dataset):
 
 
 # --- arrays ---------------------------------------------------------------------------------------------------------
+def test_files_of_arrays_whose_endings_are_capitals_are_what_they_are(tmp_path):
+    """They were read as torch's, and were damaged."""
+    with (tmp_path / "A.NPZ").open("wb") as file:
+        np.savez(file, x=np.zeros((4, 3)), y=np.array([0, 1, 0, 1]))
+    assert checked(ArrayFile(str(tmp_path / "A.NPZ"))).y.tolist() == [0, 1, 0, 1]
+    with (tmp_path / "P.NPZ").open("wb") as file:
+        np.savez(file, **{"0": np.array([0, 1]), "1": np.array([2, 3])})
+    assert [own[0].tolist() for own in FromFile(str(tmp_path / "P.NPZ")).listed(2)] == [[0, 1], [2, 3]]
+
+
 def test_images_in_npz_with_channels_last(tmp_path):
     x = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", x=x, y=np.array([0, 1, 2, 0, 1, 2]), groups=np.array(["b", "a", "b", "a", "b", "a"]))
