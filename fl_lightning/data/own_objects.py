@@ -282,7 +282,7 @@ class HuggingFace(Dataset):
         for other in others:
             _require_same_classes(self.train, names, other)
         given = [v for part in parts for v in part[self.label]]
-        labels, classes = as_labels(given, "HuggingFace", names or (), are_places=True)
+        labels, classes = as_labels(given, "HuggingFace", names or (), are_places=names is not None)
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
         values = [value for part in parts for value in _column(part, self.input)]

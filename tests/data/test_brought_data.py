@@ -824,6 +824,15 @@ def test_a_label_that_marks_samples_without_one_is_refused(tmp_path):
     assert as_labels([-1, 0, 1], "Set", ["bad", "so so", "good"])[0].tolist() == [0, 1, 2]  # a scale of one's own
 
 
+def test_a_scale_in_a_data_set_of_hugging_faces_is_one(tmp_path):
+    """Labels of -1 and 1 were refused where no name says that a number is a place, and taken from arrays and tables."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"v": [[float(n), 0.0] for n in range(4)], "label": [1, -1, -1, 1]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    arrays = checked(HuggingFace(str(tmp_path / "set"), input="v", test=None))
+    assert (arrays.y.tolist(), arrays.classes) == ([1, 0, 0, 1], ("-1", "1"))
+
+
 @pytest.mark.parametrize(
     ("labels", "refused"),
     [
