@@ -66,6 +66,9 @@ def _of_data(loop: FederatedLoop) -> Iterator[str]:
     largest, size, data = int(loop.num_train.max()), loop.data.batch_size, loop.data
     if size > largest and loop.num_clients > 0:
         yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
+    if data.split != "holdout" and data.test_fraction != type(data).test_fraction:
+        said = f"has no effect under data.split {data.split}, which cuts no test samples out of clients' own"
+        yield f"data.test_fraction: {data.test_fraction} {said}"
     if data.left_out:
         yield f"data: {data.left_out} of {len(data.arrays.y)} samples are left out: nobody holds them"
     if data.only_tested:

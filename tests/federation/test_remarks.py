@@ -44,6 +44,14 @@ def test_samples_that_nobody_holds_are_remarked(set_up_federation, make_data, ml
     assert list(remarks(loop)) == [f"data: 2 of {len(data.arrays.y)} samples are left out: nobody holds them"]
 
 
+@pytest.mark.parametrize(("split", "number"), [("holdout", 0), ("matched", 1), ("global", 1), ("file", 1)])
+def test_a_share_of_test_samples_that_no_split_cuts_is_remarked(split, number, set_up_federation, make_data, mlp):
+    loop = set_up_federation(lambda: FedAvg(mlp()), data=make_data(test_fraction=0.5))
+    loop.data.split = split
+    said = f"data.test_fraction: 0.5 has no effect under data.split {split}, which cuts no test samples out of clients'"
+    assert [line.startswith(said) for line in remarks(loop)] == [True] * number
+
+
 def test_classes_of_the_test_part_alone_are_remarked(set_up_federation, make_data, mlp):
     """Adult's test part calls its classes `<=50K.`, with a point: a run had four classes and nobody saw it."""
 
