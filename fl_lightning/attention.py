@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_lightning.classifier import labels_of
 from fl_lightning.errors import importing, require
 from fl_lightning.models.split import SplitModel
 from fl_lightning.rebuilding import own_way, trained, with_models
@@ -133,7 +134,7 @@ def attend(folder: Path, name: str, trust: Trust) -> Attention:
     maps: dict[str, dict[int, np.ndarray]] = {}
     for client, method in trained(loop, folder, OPTION):
         if client in chosen:
-            for network, score, layer in views(method, x, classes.index(name)):
+            for network, score, layer in views(method, x, labels_of(loop, client)[classes.index(name)]):
                 maps.setdefault(network, {})[client] = gradcam(score, layer, x).cpu().numpy()
     least, largest = loop.data.store.bounds()
     images = _as_colours(((x - least) / (largest - least)).clamp(0, 1).float()).permute(0, 2, 3, 1)
@@ -145,13 +146,13 @@ def _as_colours(x: Tensor) -> Tensor:
     return x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1)
 
 
-def _images_of(loop: FederatedLoop, label: int) -> dict[int, int]:
-    """Client -> the first test image of that class, of the first clients that have one."""
+def _images_of(loop: FederatedLoop, of: int) -> dict[int, int]:
+    """Client -> the first test image of that class, whatever its label there, of the first clients that have one."""
     labels = loop.data.arrays.y.cpu().numpy()
     found: dict[int, int] = {}
     for client in range(loop.num_clients):
         own = np.asarray(loop.data.clients[client].test)
-        held = own[labels[own] == label]
+        held = own[labels[own] == labels_of(loop, client)[of]]
         if len(held) and len(found) < MOST_CLIENTS:
             found[client] = int(held[0])
     return found

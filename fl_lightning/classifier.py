@@ -176,9 +176,14 @@ def classifier_of(loop: FederatedLoop, folder: Path, client: int | None) -> Clas
 
 def _stands_for(loop: FederatedLoop, client: int | None) -> list[int]:
     """[C] which class of the data set each score is for; a concept shift gives a client other labels than it has."""
+    labels = range(loop.data.spec.num_classes) if client is None else labels_of(loop, client)
+    return sorted(range(len(labels)), key=labels.__getitem__)
+
+
+def labels_of(loop: FederatedLoop, client: int) -> Sequence[int]:
+    """[C] the label that a client gives to class 0, 1 and so on of the data set: another one under a concept shift."""
     size, shift = loop.data.spec.num_classes, loop.data.shift
-    labels = None if client is None or shift is None else shift.labels(client, size)
-    return sorted(range(size), key=(labels or range(size)).__getitem__)
+    return (None if shift is None else shift.labels(client, size)) or range(size)
 
 
 def note_shift(loop: FederatedLoop, client: str) -> None:

@@ -1,5 +1,7 @@
 """Grad-CAM by hand-computed numbers, and which networks of a method are asked."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,11 @@ from torch import nn
 
 pytest.importorskip("captum")
 
-from fl_lightning.attention import _agreement, _as_colours, gradcam, views
+from fl_lightning.attention import _agreement, _as_colours, _images_of, gradcam, views
+from fl_lightning.classifier import labels_of
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.predictor import Seen
+from fl_lightning.data.shifts import ConceptShift
 from fl_lightning.losses.distillation import Distillation
 from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.ditto import Ditto
@@ -45,6 +49,23 @@ def test_every_network_over_images_is_asked_for_what_it_says():
     for score, layer in found.values():
         assert gradcam(score, layer, x).shape == (2, 16, 16)
         assert all(p.grad is None for p in method.parameters())
+
+
+def test_a_class_is_the_images_and_not_what_a_client_calls_another_one():
+    """Under a concept shift images of other classes were drawn as those of the one that was asked for."""
+    shift, classes = ConceptShift(concepts=2), torch.tensor([0, 1, 2] * 2)
+    parts = [np.arange(3), np.arange(3, 6)]
+    y = torch.cat(
+        [shift.apply(classes[p], classes[p], k, 2, 3, np.random.default_rng(0))[1] for k, p in enumerate(parts)]
+    )
+    assert not torch.equal(y, classes)
+    clients = [SimpleNamespace(test=part) for part in parts]
+    data = SimpleNamespace(
+        arrays=SimpleNamespace(y=y), clients=clients, shift=shift, spec=SimpleNamespace(num_classes=3)
+    )
+    loop = SimpleNamespace(data=data, num_clients=2)
+    assert _images_of(loop, 1) == {0: 1, 1: 4}
+    assert [labels_of(loop, client)[1] for client in range(2)] == [1, int(y[4])]
 
 
 def test_a_gate_of_one_channel_is_no_map_of_features():
