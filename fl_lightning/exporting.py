@@ -17,6 +17,9 @@ from torch import Tensor
 
 from fl_lightning.classifier import Classifier, classifier_of, note_shift, rebuilt
 from fl_lightning.core.steps import HALF
+from fl_lightning.data.module import FederatedData
+from fl_lightning.data.normalising import mean_and_deviation
+from fl_lightning.data.unlabelled import says_how_it_scales, unscaled
 from fl_lightning.errors import ConfigError, importing, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_atomically
@@ -59,7 +62,8 @@ def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> 
         if path.suffix == ".onnx":
             x = _widen(model, x)
         try:
-            content, written = makers[path.suffix](model.in_one(), x[:2])
+            known = about(model, loop.data)
+            content, written = makers[path.suffix](model.in_one(), x[:2], known)
             difference = None if written is None else _difference(written(x), model(x))
         except ConfigError:
             raise
@@ -128,18 +132,32 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return math.inf if math.isnan(worst) else worst
 
 
-def about(model: Classifier) -> dict[str, str]:
-    """What a user of the file must know, as texts."""
+def about(model: Classifier, data: FederatedData) -> dict[str, str]:
+    """What a user of the file must know, as texts.
+
+    ``x * scale + shift`` makes of images of bytes, by channel, or of features as they are read, by place, what the
+    model takes; both are null where nobody knows that.
+    """
     known = {"classes": list(model.classes), "input_shape": list(model.input_shape), "client": model.client}
-    constants = {"scale": model.scale.flatten().tolist(), "shift": model.shift.flatten().tolist()}
+    constants = dict(zip(("scale", "shift"), _scale_and_shift(model, data), strict=True))
     return {name: json.dumps(value) for name, value in {**known, **constants}.items()}
 
 
-def _torch_script(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
+def _scale_and_shift(model: Classifier, data: FederatedData) -> tuple[list[float] | None, list[float] | None]:
+    if data.arrays.x.is_floating_point():  # scaled as they were read, of which the model knows nothing
+        if not says_how_it_scales(data.dataset):
+            return None, None
+        if (training := unscaled(data.dataset)) is not None:
+            mean, deviation = mean_and_deviation(training)
+            return (1 / deviation).flatten().tolist(), (-mean / deviation).flatten().tolist()
+    return model.scale.flatten().tolist(), model.shift.flatten().tolist()
+
+
+def _torch_script(model: Classifier, x: Tensor, known: dict[str, str]) -> tuple[bytes, Scores | None]:
     with _jit_is_scripting():  # a LightningModule inside has no trainer here
         traced = torch.jit.trace(model, x, check_trace=False)
     file = io.BytesIO()
-    torch.jit.save(traced, file, _extra_files={"about.json": json.dumps(about(model))})
+    torch.jit.save(traced, file, _extra_files={"about.json": json.dumps(known)})
     file.seek(0)
     return file.getvalue(), torch.jit.load(file)
 
@@ -155,7 +173,7 @@ def _quietly() -> Iterator[None]:
         vars(torch._C)["_jit_onnx_log"] = logs
 
 
-def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
+def _onnx(model: Classifier, x: Tensor, known: dict[str, str]) -> tuple[bytes, Scores | None]:
     with importing("onnx", "export", "ONNX needs the package onnx: pip install 'fl-lightning[export]'"):
         import onnx
     file, first = io.BytesIO(), {0: "N"}
@@ -163,7 +181,7 @@ def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
     with _jit_is_scripting(), attention_step_by_step(), _quietly():
         torch.onnx.export(model, (x,), file, dynamo=False, **names)  # type: ignore[arg-type]
     made = onnx.load_model_from_string(file.getvalue())
-    onnx.helper.set_model_props(made, about(model))
+    onnx.helper.set_model_props(made, known)
     content = made.SerializeToString()
     try:
         import onnxruntime

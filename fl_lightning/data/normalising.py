@@ -335,11 +335,20 @@ def scaled(x: Tensor, training: Tensor) -> Tensor:
     Raises:
         ConfigError: for numbers so large that their squares are none.
     """
+    mean, deviation = mean_and_deviation(training)
+    return ((x.double() - mean) / deviation).float()
+
+
+def mean_and_deviation(training: Tensor) -> tuple[Tensor, Tensor]:
+    """What `scaled` takes off and divides by, float64 [1, …]; a constant feature's deviation is 1.
+
+    Raises:
+        ConfigError: as `scaled`.
+    """
     require(len(training) > 0, KEY, "there is no training sample to scale by")
-    over, wide = ((0, 2, 3) if x.dim() == 4 else (0,)), training.double()
+    over, wide = ((0, 2, 3) if training.dim() == 4 else (0,)), training.double()
     mean, deviation = wide.mean(over, keepdim=True), wide.std(over, correction=0, keepdim=True)
     finite = bool(torch.isfinite(mean).all() and torch.isfinite(deviation).all())
     require(finite, KEY, "its numbers are too large to be scaled: give them in a larger unit, or say normalize: none")
     constant = deviation <= 1e-14 * wide.abs().amax(over, keepdim=True)  # in whatever unit: what rounding leaves of 0
-    deviation = torch.where(constant, torch.ones_like(deviation), deviation)
-    return ((x.double() - mean) / deviation).float()
+    return mean, torch.where(constant, torch.ones_like(deviation), deviation)

@@ -100,20 +100,36 @@ def scaled_as(dataset: Dataset, x: Tensor) -> Tensor:
 
     One of somebody's own that does not say is taken not to scale, and a line says so.
     """
-    while isinstance(dataset, Sample):  # its mean and std are those of the whole set
-        dataset = dataset.dataset
-    if not hasattr(dataset, "normalize") and not is_known(type(dataset).__module__):
-        said = f"{type(dataset).__name__} has no attribute `normalize` that says how it scales"
+    if not says_how_it_scales(dataset):
+        said = f"{type(whole(dataset)).__name__} has no attribute `normalize` that says how it scales"
         say(f"fl-lightning: {KEY}: features are taken as they are: {said}")
-    if getattr(dataset, "normalize", "none") == "none":
+    training = unscaled(dataset)
+    if training is None or training.shape[1:] != x.shape[1:]:
         return x
-    plain = copy.copy(dataset)
+    return scaled(x.to(training.dtype), training)  # rounded as they were, if they were
+
+
+def whole(dataset: Dataset) -> Dataset:
+    """What a sample is drawn from: its mean and std are those of the whole set."""
+    while isinstance(dataset, Sample):
+        dataset = dataset.dataset
+    return dataset
+
+
+def says_how_it_scales(dataset: Dataset) -> bool:
+    """Whether a data set is known to scale its features or not to: one of somebody's own says it by `normalize`."""
+    return hasattr(whole(dataset), "normalize") or is_known(type(whole(dataset)).__module__)
+
+
+def unscaled(dataset: Dataset) -> Tensor | None:
+    """The training part of features as it is before it is scaled; None where none is."""
+    if getattr(whole(dataset), "normalize", "none") == "none":
+        return None
+    plain = copy.copy(whole(dataset))
     plain.normalize = "none"  # type: ignore[attr-defined]
     with wide(), streams():
         raw = plain.arrays()
-    if not raw.x.is_floating_point() or raw.x.shape[1:] != x.shape[1:]:
-        return x
-    return scaled(x.to(raw.x.dtype), raw.x[: raw.num_train])  # rounded as they were, if they were
+    return raw.x[: raw.num_train] if raw.x.is_floating_point() else None
 
 
 def _require_fit(x: Tensor, arrays: Arrays) -> None:

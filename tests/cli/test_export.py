@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.data.datasets import CSVTable
 from fl_lightning.errors import ConfigError
-from fl_lightning.exporting import _difference, _require_alike
+from fl_lightning.exporting import _difference, _require_alike, _scale_and_shift
 from fl_lightning.model_commands import export
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -56,6 +57,23 @@ def test_file_gives_the_models_scores(method, ending, runs, tmp_path, capsys):
     raw = torch.randint(0, 255, (3, 1, 8, 8), dtype=torch.uint8)
     assert np.allclose(raw * about["scale"][0] + about["shift"][0], model.normalise(raw), atol=1e-5)
     assert capsys.readouterr().out.startswith(f"written to {path} (")
+
+
+def test_a_file_says_how_features_are_scaled(runs, tmp_path):
+    """It said a scale of 1 and a shift of 0, so that features as they were measured got any scores."""
+    rows = [f"{1000 + 50 * (n % 7)},{n % 3 / 1000},{'ab'[n % 2]},{'no' if n % 2 else 'yes'}" for n in range(60)]
+    (tmp_path / "a.csv").write_text("\n".join(["x,y,z,label", *rows]))
+    table = {"class_path": "CSVTable", "init_args": {"path": str(tmp_path / "a.csv"), "label": "label"}}
+    run = runs("FedAvg", data={"dataset": table, "partition": "IID", "num_clients": 2, "batch_size": 16})
+    raw, scaled = (CSVTable(**table["init_args"], normalize=normalize).arrays().x for normalize in ("none", "standard"))
+    path = run.export(tmp_path / "model.pt")
+    about = scores_of(path, scaled)[1]
+    assert np.allclose(raw.double() * torch.tensor(about["scale"]) + torch.tensor(about["shift"]), scaled, atol=1e-4)
+
+
+def test_a_file_says_no_scale_where_nobody_knows_one():
+    data = SimpleNamespace(arrays=SimpleNamespace(x=torch.zeros(3, 2)), dataset=SimpleNamespace())
+    assert _scale_and_shift(SimpleNamespace(), data) == (None, None)
 
 
 @pytest.mark.parametrize("method", ["APFL", "APPLE"])
