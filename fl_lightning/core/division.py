@@ -100,6 +100,10 @@ class Division:
         with asked_once(self._method, f"{'is_kept' if stays else 'is_shared'}()"):
             return tuple(name for name, owner in entries if chosen(name, owner))
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the state has an entry of that name."""
+        return name in self._names
+
     def entries(self) -> dict[str, Tensor]:
         """The method's state dict as it is now, without copies: its places are found once, their tensors every time."""
         if self._places is None:

@@ -144,7 +144,8 @@ class Runner:
         module = self.residents.renewed(client)
         state = self.pool.get(client)
         own = self._own = self.residents.begins_with(client) if state is None else state
-        self._memory = {name: tensor for name, tensor in own.items() if name.startswith(MEMORY)}
+        known = module.division  # a method may have a module of that name
+        self._memory = {n: tensor for n, tensor in own.items() if n.startswith(MEMORY) and n not in known}
         module.load({name: tensor for name, tensor in own.items() if name not in self._memory})
         return module
 

@@ -549,6 +549,20 @@ def test_residuals_are_the_clients_own(run_federation, fedavg):
     assert all(name.startswith(MEMORY) for client in took_part for name in kept[client])
 
 
+@pytest.mark.parametrize("filters", [[], [TopK(0.1)]])
+def test_a_methods_own_module_may_have_the_name_of_filters_memory(run_federation, mlp, filters):
+    class Counts(FedAvg):
+        def setup(self):
+            self.wire = nn.Module()
+            self.wire.register_buffer("fits", torch.zeros(()))
+
+        def on_fit_end(self):
+            self.wire.fits += 1 + self.facts.client
+
+    loop = run_federation(lambda: Counts(mlp()), rounds=2, wire=filters)
+    assert [float(loop.runner.pool.get(client)["wire.fits"]) for client in range(4)] == [2.0, 4.0, 6.0, 8.0]
+
+
 CHAIN = [TopK(0.1), Quantize(error_feedback=True)]
 CASES = {
     "FedAvg": (FedAvg, CHAIN, {}),
