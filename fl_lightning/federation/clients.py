@@ -49,8 +49,9 @@ class ClientPool:
         return None
 
     def put(self, client: int, state: Mapping[str, Tensor], round: int) -> None:
-        """Keep a copy of the client's private state after `round`."""
+        """Keep a copy of the client's private state after `round`; of an empty one nothing, nor of the one before."""
         if not state:
+            self._forget(client)
             return
         if self._log is not None:
             self._log.round = round
@@ -66,6 +67,12 @@ class ClientPool:
             return
         for name, tensor in here.items():
             own[name].copy_(tensor.detach())
+
+    def _forget(self, client: int) -> None:
+        self._states.pop(client, None)
+        record = self._records.pop(client, None)
+        if record is not None and self._log is not None:
+            self._log.give_up(record)
 
     def flush(self, round: int) -> dict[int, Record]:
         """Bring every state to disk, for the checkpoint of `round`, and return where each client's lies."""

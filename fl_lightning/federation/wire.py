@@ -46,8 +46,8 @@ class WireFilter(ABC):
 
         Args:
             packet: a message, as the filters before have left it.
-            memory: what this filter keeps for this client, by names of its own; tensors are put in anew, not changed.
-                Empty, and forgotten, on the way down.
+            memory: what this filter keeps for this client, by names of its own; tensors are put in anew, not changed,
+                and what is taken out is forgotten. Empty, and forgotten, on the way down.
         """
 
 
@@ -137,9 +137,13 @@ class Wire:
         packet = Packet.of(message, received, set(trained).difference(moved))
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
-            kept = {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
+            before = [name for name in memory if name.startswith(prefix)]
+            kept = {name.removeprefix(prefix): memory[name] for name in before}
             packet = _given(own, "apply", own.apply(packet, kept), Packet)
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
+            for name in before:
+                if name.removeprefix(prefix) not in kept:
+                    del memory[name]
         return packet.unpacked(message)
 
     @torch.no_grad()

@@ -55,6 +55,13 @@ def test_empty_state_leaves_nothing_behind(pool, files):
     assert files() == []
 
 
+def test_empty_state_takes_the_place_of_the_one_before(pool):
+    pool.put(0, state(1), 1)
+    pool.put(0, {}, 2)
+    assert pool.get(0) is None
+    assert pool.flush(2) == {}
+
+
 def test_flush_writes_only_what_changed(pool, files, tmp_path):
     pool.put(0, state(1), 1)
     pool.put(1, state(2), 1)

@@ -440,6 +440,22 @@ def test_filter_of_its_own_kind_is_one_class():
     assert there.sent is None
 
 
+class EveryOther(WireFilter):
+    """Remembers something from its first message to its second, and so on."""
+
+    def apply(self, packet, memory):
+        if memory.pop("waits", None) is None:
+            memory["waits"] = torch.ones(1)
+        return packet
+
+
+def test_what_a_filter_takes_out_of_its_memory_is_forgotten():
+    memory = {}
+    for waits in (True, False, True):
+        up([Quantize(), EveryOther()], weights(1.0), memory=memory)
+        assert [*memory] == [f"{MEMORY}1.waits"] * waits
+
+
 def test_packet_comes_back_as_it_was(assert_identical):
     message = Message(
         {"w": torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last), "steps": torch.tensor(3)},
@@ -561,6 +577,13 @@ def test_a_methods_own_module_may_have_the_name_of_filters_memory(run_federation
 
     loop = run_federation(lambda: Counts(mlp()), rounds=2, wire=filters)
     assert [float(loop.runner.pool.get(client)["wire.fits"]) for client in range(4)] == [2.0, 4.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize("pool", ["memory", "disk"])
+def test_a_client_of_which_nothing_is_left_to_remember_has_no_state(run_federation, mlp, pool, tmp_path):
+    options = {"pool": pool, "folder": tmp_path, "wire": [EveryOther()]}
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=2, **options)
+    assert [loop.runner.pool.get(client) for client in range(4)] == [None] * 4
 
 
 CHAIN = [TopK(0.1), Quantize(error_feedback=True)]
