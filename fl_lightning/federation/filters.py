@@ -128,7 +128,7 @@ class Quantize(WireFilter):
         self.error_feedback = error_feedback
         self.ways = ways
         self.updates = bool(updates)
-        self.needs_server = "ways: down" if ways == "down" else "updates: true" if updates else False
+        self.needs_server = "updates: true" if updates else False
 
     @override
     def apply(self, packet: Packet, memory: dict[str, Tensor]) -> Packet:

@@ -36,7 +36,7 @@ class WireFilter(ABC):
 
     paper: ClassVar[str] = ""
     ways: Ways = "both"
-    """On which way messages pass it."""
+    """On which way messages pass it; ``down`` needs a server."""
     needs_server: bool | str = False
     """Whether it makes no sense between clients that have no server; where an option of it does not, which one."""
 
@@ -98,9 +98,10 @@ class Wire:
         named = list(enumerate(filters))
         for index, own in named:
             require_choices(f"{KEY}.{index}", ways=(own.ways, Ways))
-            if own.needs_server and exchange.between_clients:
+            needs = own.needs_server or (own.ways == "down" and "ways: down")  # clients send one another nothing down
+            if needs and exchange.between_clients:
                 rule = f"needs a server, which a federation on a {type(exchange).__name__} has not: leave it out"
-                option = "" if own.needs_server is True else f" with {own.needs_server}"
+                option = "" if needs is True else f" with {needs}"
                 raise ConfigError(KEY, f"{type(own).__name__}{option} {rule}")
         self._whole = [own for _, own in named if isinstance(own, MessageFilter)]
         self._up = [(index, own) for index, own in named if own.ways != "down" and own not in self._whole]

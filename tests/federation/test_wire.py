@@ -494,10 +494,18 @@ def fedavg(conv_net):
     return lambda: FedAvg(conv_net())
 
 
+class Down(WireFilter):
+    ways = "down"
+
+    def apply(self, packet, memory):
+        return packet
+
+
 @pytest.mark.parametrize(
     ("own", "named"),
     [
         (TopK(), "TopK"),
+        (Down(), "Down with ways: down"),
         (Quantize(ways="down"), "Quantize with ways: down"),
         (Quantize(updates=True), "Quantize with updates: true"),
     ],
