@@ -139,18 +139,26 @@ class Packet:
         A method may have made its weights of fewer numbers (FedKD's factors): of those none is what arrives once a
         filter has changed a weight, and all of the weights count.
         """
-        lost = next((n for n, t in message.weights.items() if t.is_floating_point() and n not in self.weights), None)
-        if lost is not None:  # it would cross as it is, and count as nothing
-            raise ValueError(f"a filter leaves weight {lost} out of its packet: send none of its values (Packed.only)")
+        here = Packet.of(message)
+        self._require_all_of(here)
         weights = {name: self._weight(name, tensor) for name, tensor in message.weights.items()}
         artifacts = {name: self._artifact(name, value) for name, value in message.artifacts.items()}
         if message.sent is not None and any(not torch.equal(weights[n], t) for n, t in message.weights.items()):
             message = replace(message, sent=None)
-        there, here, whole = self._size, Packet.of(message)._size, message.size
-        saved = Size(here.num_params - there.num_params, here.num_bytes - there.num_bytes)
+        there, plain, whole = self._size, here._size, message.size
+        saved = Size(plain.num_params - there.num_params, plain.num_bytes - there.num_bytes)
         sent = Size(whole.num_params - saved.num_params, whole.num_bytes - saved.num_bytes)
         unchanged = message.sent if sent == whole else sent
         return Message(weights, artifacts, message.num_samples, unchanged)
+
+    def _require_all_of(self, whole: Packet) -> None:
+        """Refuse to lack what is in a message: it would cross as it is, and count as nothing."""
+        lost = next((name for name in whole.weights if name not in self.weights), None)
+        if lost is not None:
+            raise ValueError(f"a filter leaves weight {lost} out of its packet: send none of its values (Packed.only)")
+        lost = next((name for name, field in whole.artifacts if (name, field) not in self.artifacts), None)
+        if lost is not None:
+            raise ValueError(f"a filter leaves artifact {lost} out of its packet: hand it on, as it is or changed")
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
         return _shaped(self.weights[name], tensor) if name in self.weights else tensor

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.aggregator import Aggregator
-from fl_lightning.core.message import KINDS, Message, Structured, artifact
+from fl_lightning.core.message import KINDS, ClassMeans, Message, Structured, artifact
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.graphs import RandomPeers
 from fl_lightning.federation.launch import launch
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.federation.sickness import ClientError, ServerError
 from fl_lightning.federation.team import Team
-from fl_lightning.federation.wire import MessageFilter, WireFilter
+from fl_lightning.federation.wire import MessageFilter, Wire, WireFilter
 from fl_lightning.methods.fedavg import FedAvg
 
 
@@ -382,6 +383,14 @@ class GivesWhole(MessageFilter):
     def change(self, message, received):
         received.weights.clear()
         return
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), ClassMeans(torch.ones(2, 3), torch.tensor([1, 2]))])
+def test_a_filter_of_ones_own_that_leaves_an_artifact_out_is_named(value):
+    """A tensor crossed as it was, and counted as no byte; of class means there was a KeyError."""
+    wire = Wire([Gives(lambda packet: replace(packet, artifacts={}))], Star())
+    with pytest.raises(ValueError, match=r"^a filter leaves artifact own out of its packet: hand it on"):
+        wire.up(Message({"w": torch.ones(2)}, {"own": value}), Message(), {})
 
 
 @pytest.mark.parametrize(
