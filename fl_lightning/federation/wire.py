@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from fl_lightning.core.handover import unchanged
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.federation.exchange import Exchange
@@ -45,7 +46,7 @@ class WireFilter(ABC):
         """What goes on of what came in.
 
         Args:
-            packet: a message, as the filters before have left it.
+            packet: a message, as the filters before have left it; its tensors are others', too, and are not changed.
             memory: what this filter keeps for this client, by names of its own; tensors are put in anew, not changed,
                 and what is taken out is forgotten. Empty, and forgotten, on the way down.
         """
@@ -126,7 +127,8 @@ class Wire:
         self._running_on.begin()
         for whole in self._whole:
             known = replace(received, weights=dict(received.weights), artifacts=dict(received.artifacts))
-            message = _given(whole, "change", whole.change(message, known), Message)
+            with unchanged([received], f"{type(whole).__name__}.change()"):
+                message = _given(whole, "change", whole.change(message, known), Message)
         message = self._packed(message, received, memory, moved) if self._up else message
         self._running_on.end()
         return message
@@ -140,7 +142,7 @@ class Wire:
             prefix = f"{MEMORY}{index}."
             before = [name for name in memory if name.startswith(prefix)]
             kept = {name.removeprefix(prefix): memory[name] for name in before}
-            packet = _given(own, "apply", own.apply(packet, kept), Packet)
+            packet = _applied(own, packet, kept, received)
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
             for name in before:
                 if name.removeprefix(prefix) not in kept:
@@ -156,9 +158,15 @@ class Wire:
             packet = Packet.of(message)
             with streams_of_own_code(self._down, self._seed, "wire/down", round):
                 for own in self._down:
-                    packet = _given(own, "apply", own.apply(packet, {}), Packet)
+                    packet = _applied(own, packet, {}, message)
             self._last = message, round, packet.unpacked(message)
         return self._last[2]
+
+
+def _applied(own: WireFilter, packet: Packet, memory: dict[str, Tensor], shared: Message) -> Packet:
+    """What a filter makes of a packet, which may lie in the memory of a message that others hear, too."""
+    with unchanged([shared], f"{type(own).__name__}.apply()"):
+        return _given(own, "apply", own.apply(packet, memory), Packet)
 
 
 def _given(own: object, name: str, value: Any, kind: type[Given]) -> Given:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.aggregator import Aggregator
+from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.message import KINDS, ClassMeans, Message, Structured, artifact
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
@@ -391,6 +392,39 @@ def test_a_filter_of_ones_own_that_leaves_an_artifact_out_is_named(value):
     wire = Wire([Gives(lambda packet: replace(packet, artifacts={}))], Star())
     with pytest.raises(ValueError, match=r"^a filter leaves artifact own out of its packet: hand it on"):
         wire.up(Message({"w": torch.ones(2)}, {"own": value}), Message(), {})
+
+
+class Writes(WireFilter):
+    """Changes in place what it is given."""
+
+    def __init__(self, ways, change):
+        self.ways = ways
+        self.change = change
+
+    def apply(self, packet, memory):
+        self.change(packet.weights["w"])
+        return packet
+
+
+class WritesWhole(MessageFilter):
+    def change(self, message, received):
+        received.weights["w"].mul_(0)
+        return message
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (Writes("down", lambda packed: packed.values.mul_(0)), r"Writes\.apply\(\) changes the weight w"),
+        (Writes("up", lambda packed: packed.known.mul_(0)), r"Writes\.apply\(\) changes the weight w"),
+        (WritesWhole(), r"WritesWhole\.change\(\) changes the weight w"),
+    ],
+)
+def test_a_filter_of_ones_own_that_writes_to_what_others_hear_is_named(own, said):
+    """The server's own weights were changed with what one client was sent, in silence."""
+    wire, shared = Wire([own], Star()), Message({"w": torch.ones(2)})
+    with pytest.raises(Unsound, match=f"^{said} that it received in place, and others hear it, too: clone it first"):
+        wire.down(shared) if own.ways == "down" else wire.up(Message({"w": torch.zeros(2)}), shared, {})
 
 
 @pytest.mark.parametrize(
