@@ -258,6 +258,12 @@ class Owes(WireFilter):
         return packet
 
 
+class OwesAll(Owes):
+    """What rounding leaves of what the server sends, for the next round."""
+
+    ways = "down"
+
+
 class Momentum(MessageFilter):
     """What it has averaged so far, of whom it may concern."""
 
@@ -275,10 +281,10 @@ class RemembersEach(WireFilter):
         return packet
 
 
-@pytest.mark.parametrize(("kind", "times"), [(Owes, 1), (Momentum, 1), (RemembersEach, 0)])
+@pytest.mark.parametrize(("kind", "times"), [(Owes, 1), (OwesAll, 1), (Momentum, 1), (RemembersEach, 0)])
 def test_filter_that_remembers_clients_by_itself_is_said_once(kind, times, mlp, set_up_federation, capsys):
-    set_up_federation(lambda: FedAvg(mlp()), rounds=1, wire=[kind()]).run()
+    set_up_federation(lambda: FedAvg(mlp()), rounds=2, wire=[kind()]).run()
     said = "runs on from one client to the next and is saved nowhere"
     err = capsys.readouterr().err
     assert err.count(said) == times
-    assert f"{kind.__name__}.{'left' if kind is Owes else 'mean'} {said}" in err or not times
+    assert f"{kind.__name__}.{'mean' if kind is Momentum else 'left'} {said}" in err or not times

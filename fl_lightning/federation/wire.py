@@ -111,6 +111,8 @@ class Wire:
         self._last: tuple[Message, int, Message] | None = None
         remedy = "keep it in the `memory` that `apply` is given"
         self._running_on = RunningOn([*self._whole, *(own for _, own in self._up)], remedy, tensors=True)
+        remedy = "on the way down nothing is remembered"
+        self._running_down = RunningOn([own for own in self._down if own.ways == "down"], remedy, tensors=True)
 
     @torch.no_grad()
     def up(
@@ -156,9 +158,11 @@ class Wire:
             return message
         if self._last is None or self._last[0] is not message or self._last[1] != round:  # mostly one for all clients
             packet = Packet.of(message)
+            self._running_down.begin()
             with streams_of_own_code(self._down, self._seed, "wire/down", round):
                 for own in self._down:
                     packet = _applied(own, packet, {}, message)
+            self._running_down.end()
             self._last = message, round, packet.unpacked(message)
         return self._last[2]
 
