@@ -140,7 +140,8 @@ class ArtifactRule(ABC):
     """
 
     in_parts: ClassVar[bool] = False
-    """Whether it has `partial` and `merge`."""
+    """Whether `partial` and `merge` tell all that `add` has taken. Not inherited by a class with an `add` of its own,
+    nor is `hears_mean`."""
     round: int = 0
     """The present round, 1-based; set by the server."""
     client: int = -1
@@ -159,6 +160,12 @@ class ArtifactRule(ABC):
     """Whether every client's value may be replaced by the same one, which a robust rule makes of them."""
     adds: ClassVar[bool] = False
     """Whether values are what is added to the previous one, and not the next one."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "add" in cls.__dict__:  # which may keep what its base's parts know nothing of
+            cls.in_parts = cls.__dict__.get("in_parts", False)
+            cls.hears_mean = cls.__dict__.get("hears_mean", False)
 
     @property
     def remembers(self) -> bool:

@@ -308,6 +308,7 @@ class GaussianMixture(Term):
 class VarianceMean(TensorMean):
     """Mean of variances that are sent as logarithms, weighted by samples."""
 
+    in_parts = True
     hears_mean = False
 
     @override

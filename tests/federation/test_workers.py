@@ -471,6 +471,30 @@ def test_server_of_its_own_kind_does_not_work_in_parts():
     assert SelfWeighingServer(Message(), "trace").works_in_parts
 
 
+def test_rule_with_an_add_of_its_own_works_in_parts_if_it_says_so():
+    """What the other workers' clients had sent was missing from what such a rule made, in silence."""
+
+    class Largest(TensorMean):
+        largest = None
+
+        def add(self, value, num_samples):
+            self.largest = value if self.largest is None else torch.maximum(self.largest, value)
+
+        def result(self, previous):
+            return self.largest
+
+    class Roots(TensorMean):
+        in_parts = hears_mean = True
+
+        def add(self, value, num_samples):
+            super().add(value, num_samples**0.5)
+
+    assert not Largest.hears_mean
+    assert not Server(Message(), {"t": Largest}).works_in_parts
+    assert Roots.hears_mean
+    assert Server(Message(), {"t": Roots}).works_in_parts
+
+
 def test_rule_that_needs_every_value_keeps_a_server_from_working_in_parts():
     class Last(TensorMean):
         in_parts = False
