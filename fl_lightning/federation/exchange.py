@@ -364,7 +364,8 @@ class Star(Exchange):
     @property
     @override
     def works_in_parts(self) -> bool:
-        return self._taker.works_in_parts
+        keeps = type(self).post is not Star.post  # it may, of each message, what `partial` does not tell
+        return not keeps and self._taker.works_in_parts
 
     @override
     def partial(self) -> Any:

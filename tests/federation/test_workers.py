@@ -24,6 +24,7 @@ from fl_lightning.federation import transport
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.launch import launch
@@ -469,6 +470,16 @@ def test_server_of_its_own_kind_does_not_work_in_parts():
     assert not Weighs(Message()).works_in_parts
     assert Alone(Message()).works_in_parts
     assert SelfWeighingServer(Message(), "trace").works_in_parts
+
+
+def test_star_that_looks_at_messages_hears_those_of_all_workers(set_up_federation, mlp):
+    class Looks(Star):
+        def post(self, client, message):
+            super().post(client, message)
+
+    for kind in (Star, Looks):
+        loop = set_up_federation(lambda: FedAvg(mlp()), exchange=kind())
+        assert loop.exchange.works_in_parts is (kind is Star)
 
 
 def test_rule_with_an_add_of_its_own_works_in_parts_if_it_says_so():
