@@ -221,7 +221,7 @@ class FederatedLoop:
                         self.watch.note(round, len(reports))
                     self._call("on_client_fit_end", report)
         with self.stopwatch.part("exchange"):
-            self.participants = self.ward.leave_out(round, self.participants)
+            self.participants = self.ward.leave_out(round, self.participants, self.carriers.streams("withdraw"))
             for report in reports if self.ward.skipped else ():  # there may be fewer to send to
                 report.uplink = self.exchange.uplink(report.client, report.message)
             reports = self._gather(reports)

@@ -121,8 +121,15 @@ class Ward:
             self._say(f"{everybody[client][1]}; left out of the round")
         return {client: Size(*size) for client, (_, _, size) in sorted(everybody.items())}
 
-    def leave_out(self, round: int, participants: Sequence[int]) -> list[int]:
+    def leave_out(
+        self, round: int, participants: Sequence[int], streams: AbstractContextManager[None] | None = None
+    ) -> list[int]:
         """Close the ranks around the sick clients of a round; returns the participants that are left.
+
+        Args:
+            round: 1-based.
+            participants: in order.
+            streams: of random numbers for the exchange, which may draw another graph; None leaves the present ones.
 
         Raises:
             RoundError: if the round cannot be ended.
@@ -132,7 +139,7 @@ class Ward:
         self.heard = Size(*(sum(size[unit] for size in sizes.values()) for unit in (0, 1)))
         left = [client for client in participants if client not in self.skipped]
         if self.skipped:
-            with at_server(round):
+            with at_server(round, streams):
                 self.exchange.withdraw(self.skipped)
         if self.skipped and not left:
             self._say(

@@ -152,6 +152,15 @@ class Drops(FedAvg):
         return server
 
 
+class FallsSick(FedAvg):
+    """FedAvg of whose participants the first raises an error in round 2."""
+
+    def local_step(self, step):
+        if (step.round, self.facts.client) == (2, self.facts.participants[0]):
+            raise ValueError("sick")
+        super().local_step(step)
+
+
 class Drawing(FederationCallback):
     """Leaves other streams behind after every fit and round, as another worker's last client does."""
 
@@ -173,6 +182,7 @@ class Drawing(FederationCallback):
         ({}, Picked),
         ({}, Shifts),
         ({"exchange": Gossip()}, FedAvg),
+        ({"exchange": Gossip(), "on_client_error": "skip", "participation": 1.0}, FallsSick),
         ({"exchange": NoisyStar()}, FedAvg),
         ({"exchange": Ring()}, Drops),
     ],
@@ -183,6 +193,7 @@ class Drawing(FederationCallback):
         "a server",
         "an artifact's rule",
         "an exchange of peers",
+        "an exchange of peers of whom one falls sick",
         "an exchange with a server",
         "a mixer",
     ],
@@ -190,7 +201,7 @@ class Drawing(FederationCallback):
 def test_draws_at_the_server_are_the_rounds_own(options, method, run_federation, outcome, assert_identical, mlp):
     """They were of what the last client of the main process had left: other workers, or a resumption, other numbers."""
     runs = [
-        run_federation(lambda: method(mlp()), rounds=3, participation=0.8, callbacks=own, **options)
+        run_federation(lambda: method(mlp()), rounds=3, callbacks=own, **{"participation": 0.8, **options})
         for own in ([], [Drawing()])
     ]
     assert_identical(*map(outcome, runs))
