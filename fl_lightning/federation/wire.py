@@ -17,6 +17,7 @@ from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.packing import Packet
 from fl_lightning.running_on import RunningOn
 from fl_lightning.seeding import streams_of_own_code
+from fl_lightning.trust import is_known
 
 MEMORY = "wire."
 """What names in a client's private state begin with that a filter keeps there."""
@@ -47,8 +48,8 @@ class WireFilter(ABC):
 
         Args:
             packet: a message, as the filters before have left it; its tensors are others', too, and are not changed.
-            memory: what this filter keeps for this client, by names of its own; tensors are put in anew, not changed,
-                and what is taken out is forgotten. Empty, and forgotten, on the way down.
+            memory: what this filter keeps for this client, by names of its own; what is taken out is forgotten. Empty,
+                and forgotten, on the way down.
         """
 
 
@@ -143,7 +144,8 @@ class Wire:
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             before = [name for name in memory if name.startswith(prefix)]
-            kept = {name.removeprefix(prefix): memory[name] for name in before}
+            ours = is_known(type(own).__module__)  # others may write to it, and then fail
+            kept = {n.removeprefix(prefix): memory[n] if ours else memory[n].clone() for n in before}
             packet = _applied(own, packet, kept, received)
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
             for name in before:

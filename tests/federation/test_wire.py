@@ -456,6 +456,28 @@ def test_what_a_filter_takes_out_of_its_memory_is_forgotten():
         assert [*memory] == [f"{MEMORY}1.waits"] * waits
 
 
+class CountsDown(WireFilter):
+    """Counts in place what it lets through."""
+
+    def apply(self, packet, memory):
+        memory.setdefault("left", torch.tensor(2.0))
+        memory["left"] -= 1
+        if memory["left"] < 0:
+            raise ValueError("enough")
+        return packet
+
+
+def test_what_a_filter_has_written_to_its_memory_counts_only_if_it_comes_through():
+    """It wrote into the client's last good state, with which a client that falls sick goes on."""
+    memory = {}
+    for left in (1, 0):
+        up([CountsDown()], weights(1.0), memory=memory)
+        assert memory[f"{MEMORY}0.left"] == left
+    with pytest.raises(ValueError, match="enough"):
+        up([CountsDown()], weights(1.0), memory=memory)
+    assert memory[f"{MEMORY}0.left"] == 0
+
+
 def test_packet_comes_back_as_it_was(assert_identical):
     message = Message(
         {"w": torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last), "steps": torch.tensor(3)},
