@@ -168,7 +168,7 @@ class Fit:
             for group in each.param_groups if decays and self.lr_factor != 1 else ():
                 group["lr"] = group["lr"] * self.lr_factor
             if phase is not None and phase.tune is not None:
-                phase.tune(each)
+                make.tune(each, phase.tune)
         return optimizer
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -60,8 +61,17 @@ class OwnOptimizers(OptimizerMaker):
     @override
     def rescale(self, optimizer: Any, lr: float) -> bool:
         """Let an optimizer of the present phase, and its schedule, start from a learning rate; false where none can."""
-        homes = [home for home in self.homes if any(optimizer is own for own in home.present.optimizers)]
-        return any(home.rescale(optimizer, lr) for home in homes)
+        return any(home.rescale(optimizer, lr) for home in self._homes_of(optimizer))
+
+    @override
+    def tune(self, optimizer: Any, change: Callable[[Any], None]) -> None:
+        """Change an optimizer; the schedule of the present phase starts from where that leaves its learning rates."""
+        for home in self._homes_of(optimizer):
+            change = partial(home.present.tune, change=change)
+        change(optimizer)
+
+    def _homes_of(self, optimizer: Any) -> list[Home]:
+        return [home for home in self.homes if any(optimizer is own for own in home.present.optimizers)]
 
 
 class ConfiguredOptimizers(OptimizerMaker):

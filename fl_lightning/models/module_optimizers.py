@@ -110,6 +110,22 @@ class Stretch:
         self._multiply(optimizer, [lr / base for base in bases], ("lr", *_STARTS))
         return True
 
+    def tune(self, optimizer: Any, change: Callable[[Any], None]) -> None:
+        """Change an optimizer; its schedulers start from where that leaves its learning rates.
+
+        The change is asked for at what the schedule starts from: where that warms up, the rate of the first step is 0.
+        """
+        moved = [(group, group["lr"]) for group in optimizer.param_groups if group.get("initial_lr")]
+        for group, _ in moved:
+            group["lr"] = group["initial_lr"]
+        change(optimizer)
+        factors = {id(group): group["lr"] / group["initial_lr"] for group, _ in moved}
+        for group, rate in moved:
+            group["lr"] = rate
+        if moved:
+            every = [factors.get(id(group), 1.0) for group in optimizer.param_groups]
+            self._multiply(optimizer, every, ("lr", *_STARTS))
+
     def _multiply(self, optimizer: Any, factors: Sequence[float], keys: Sequence[str]) -> None:
         """Multiply an optimizer's learning rates, and what its schedulers start from, by a factor a group."""
         for group, factor in zip(optimizer.param_groups, factors, strict=True):

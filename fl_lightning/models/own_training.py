@@ -42,6 +42,10 @@ class OptimizerMaker(ABC):
         """Let an optimizer's schedulers start from another learning rate; false, and nothing is done, where none do."""
         return False
 
+    def tune(self, optimizer: Any, change: Callable[[Any], None]) -> None:
+        """Change an optimizer; the schedulers that move it start from its learning rates as they are afterwards."""
+        change(optimizer)
+
 
 class _Plain(OptimizerMaker):
     """Makes them by a function, and does no more."""

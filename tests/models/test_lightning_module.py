@@ -29,9 +29,11 @@ from tutorial_modules import (
 import fl_lightning
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.graphs import DirectedGraph
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.losses.gaussian_mixture import GaussianMixture
 from fl_lightning.methods.apple import APPLE
+from fl_lightning.methods.dfedpgp import DFedPGP
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedetf import FedETF
@@ -768,6 +770,29 @@ def test_a_phase_keeps_its_learning_rate_under_a_schedule_of_the_modules_own(run
     finally:
         hook.remove()
     assert {round(rate, 9) for rate in rates} == {0.01, 0.3, 0.005, 0.15}
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_what_a_phase_makes_of_its_rate_stays_under_a_schedule_of_the_modules_own(warms_up, set_up_federation):
+    """DFedPGP's body steps at η/μ: from the second step on a schedule took it back to η."""
+    rates = []
+
+    class Halved(DFedPGP):
+        def receive(self, message, data):
+            super().receive(message, data)
+            self.mass.fill_(0.5)
+
+    class Steps(Scheduled):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            share = (lambda step: min(1.0, step / 2)) if warms_up else (lambda step: 1.0)
+            return {**made, "lr_scheduler": {"scheduler": LambdaLR(made["optimizer"], share), "interval": "step"}}
+
+        def on_before_optimizer_step(self, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    set_up_federation(lambda: Halved(wrapped(Steps()), head_epochs=0), exchange=DirectedGraph(degree=1)).advance()
+    assert rates[:4] == pytest.approx([0.0, 0.3, 0.6, 0.6] if warms_up else [0.6] * 4)
 
 
 @pytest.mark.parametrize(("accumulate", "every"), [(1, 3), (2, 2), (3, 2)])
