@@ -29,6 +29,7 @@ from fl_lightning.errors import require
 from fl_lightning.federation.directory import directory_kept
 from fl_lightning.federation.flags import limits, told
 from fl_lightning.own_methods import is_lightnings, overrides
+from fl_lightning.running_on import speaks_for_all
 from fl_lightning.terminal import say
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Fits:
         self.shortens = plain and not limits(flags) and not others
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
-        self._wanders = False
+        self._wanders = self._was_cut = False
         self._known: dict[int, dict[str, tuple[int, Tensor]]] = {}
         own = (each for each in trainer.callbacks if _has_state(each))  # type: ignore[attr-defined]
         self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
@@ -88,6 +89,22 @@ class Fits:
             else:
                 self.trainer.fit(module, train_dataloaders=bundles)
         self._entered.add(id(module))
+        self._look_at_end(module)
+
+    def _look_at_end(self, module: ClientModule) -> None:
+        """Say, once, what a fit lacks that has ended before its last epoch."""
+        fit, method = module.method.fit, module.method
+        if self._was_cut or fit.in_last_epoch:
+            return
+        begun, *_ = module.fitting.at(fit.epoch)
+        later = ", ".join(planned.phase.name for planned in module.fitting[begun + 1 :])
+        waiting = ", ".join(type(term).__name__ for term in method.terms if term.needs_whole_epochs)
+        lacks = [f"nothing was trained in {later}"] if later else []
+        lacks += [f"there is nothing yet of what {waiting} averages in that epoch"] if waiting else []
+        self._was_cut = bool(lacks)
+        if lacks and speaks_for_all():
+            who = f"a callback, trainer.max_time or max_steps ended a fit of {type(method).__name__}"
+            say(f"fl-lightning: {who} before its last epoch: {'; '.join(lacks)}")
 
     def _say_of_directory(self) -> None:
         """Once, for it may be so in every fit."""

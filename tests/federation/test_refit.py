@@ -11,7 +11,9 @@ from fl_lightning.core import client as client_module
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.refit import Fits
 from fl_lightning.federation.trainers import check_kinds
+from fl_lightning.losses.prototype import Prototypes
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 
 HOOKS = [name for name, member in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")]
@@ -202,3 +204,32 @@ def test_a_fit_plans_its_phases_once_and_leaves_no_plan_where_it_breaks_off(set_
     with pytest.raises(ArithmeticError):
         runner.fit(runner.load(0), data, 1)
     assert module.planned is None
+
+
+class EndsFit(Callback):
+    """Ends every fit after some epochs."""
+
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = trainer.current_epoch + 1 >= self.epochs
+
+
+@pytest.mark.parametrize(("epochs", "lines"), [(1, 1), (2, 1), (3, 0)])
+def test_a_line_says_where_a_fit_ends_before_some_of_its_phases(epochs, lines, set_up_federation, mlp, capsys):
+    """FedRep's bodies were never trained, in silence."""
+    make = lambda: FedRep(mlp(), head_epochs=2)  # noqa: E731
+    set_up_federation(make, rounds=2, local_epochs=2, trainer={"callbacks": [EndsFit(epochs)]}).run()
+    said = "ended a fit of FedRep before its last epoch: nothing was trained in body\n"
+    assert capsys.readouterr().err.count(said) == lines
+
+
+@pytest.mark.parametrize("flags", [{"max_steps": 1}, {"callbacks": [EndsFit(1)]}], ids=["max_steps", "callback"])
+def test_a_line_says_where_a_fit_ends_before_what_is_averaged_in_its_last_epoch(flags, set_up_federation, mlp, capsys):
+    make = lambda: FedProto(mlp(), prototypes=Prototypes("running"))  # noqa: E731
+    loop = set_up_federation(make, rounds=1, local_epochs=2, trainer=flags)
+    loop.run()
+    assert not loop.diary.sent[1, 0].artifacts["prototypes"].valid.any()
+    said = "before its last epoch: there is nothing yet of what PrototypeAlignment averages in that epoch\n"
+    assert capsys.readouterr().err.count(said) == 1
