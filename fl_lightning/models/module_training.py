@@ -20,6 +20,7 @@ from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, br
 from fl_lightning.models.own_training import Clipping, MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
 
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
+_OF_FIT = ("steps", "present", "epoch", "batch", "num_steps", "logged_in_fit")  # what a module reads of its fit
 _REPLACED = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward")
 
 
@@ -126,16 +127,17 @@ class ModuleTraining(OwnTraining):
             in_fit: false outside a fit, whose length no schedule knows: the learning rate stays as it is given, and
                 one steps for all.
         """
-        length = self.steps, self.present
+        fit = {name: getattr(self, name) for name in _OF_FIT}
         if not in_fit:  # at the beginning of a schedule, whoever was fitted last
             self.steps, self.present = _ENDLESS, Stretch()
+            self.epoch, self.batch, self.num_steps, self.logged_in_fit = 0, -1, 0, {}
         stretch = Stretch()
         try:
             with self as module:
                 theirs = {id(parameter) for parameter in module.parameters()}
                 stretch.configure(module)
         finally:
-            self.steps, self.present = length
+            vars(self).update(fit)
         stretch.narrow(parameters, theirs)
         if not in_fit:
             return [stretch.unmoved()]

@@ -845,3 +845,23 @@ def test_training_outside_a_fit_has_no_schedule_and_does_not_look_at_other_clien
         finals.append([row["Local-T_received/fine_tuned"] for row in loop.diary.rows])
         assert len(loop.runner.modules[0].own.present.optimizers) <= 1
     assert finals[0] == finals[1]
+
+
+def test_training_outside_a_fit_begins_at_its_beginning_whoever_was_fitted_before(set_up_federation):
+    """It read the steps, the epoch and the logged values of the last fit, of whichever client that was."""
+    asked = []
+
+    class Reads(Scheduled):
+        def configure_optimizers(self):
+            asked.append((self.global_step, self.current_epoch, [*self.trainer.callback_metrics]))
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss)
+            return loss
+
+    policy = EvaluationPolicy(fine_tune=FineTune(1))
+    set_up_federation(lambda: FedAvg(wrapped(Reads())), 2, evaluate=policy).run()
+    assert len(asked) > 12
+    assert {(step, epoch, len(names)) for step, epoch, names in asked} == {(0, 0, 0)}
