@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from fl_lightning.errors import ConfigError, require
 
 Module = TypeVar("Module", bound=nn.Module)
 _OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TORCH = frozenset(vars(nn.Module()))
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -23,14 +26,15 @@ def copied(module: Module, key: str = "model") -> Module:
         key: of the network, for the error.
 
     Raises:
-        ConfigError: if a hook is a function that holds on to the network's own modules or tensors: that of the copy
-            would go on reading those of the original, which nobody trains; or if a part of it cannot be copied.
+        ConfigError: if a hook, or an attribute, is a function that holds on to the network's own modules or tensors:
+            that of the copy would go on reading those of the original, which nobody trains; or if a part of it cannot
+            be copied.
     """
     own = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
-    for place, hook in _hooks(module):
-        if any(id(held) in own for held in _held(hook)):
+    for place, function in (*_hooks(module), *_functions(module)):
+        if any(id(held) in own for held in _held(function)):
             rule = (
-                f"the hook {_name(hook)} of {place} holds on to parts of {type(module).__name__}, which is copied, and "
+                f"the {place} holds on to parts of {type(module).__name__}, which is copied, and "
                 "would stay with the original; make it a method of the module (self.mask), which goes along"
             )
             raise ConfigError(key, rule)
@@ -65,27 +69,61 @@ def hook_tables(module: nn.Module) -> Iterator[tuple[str, MutableMapping[int, Ca
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """All hooks of a network, with where they are."""
-    return ((place, hook) for place, table in hook_tables(module) for hook in table.values())
+    """All hooks of a network, with what they are."""
+    for place, table in hook_tables(module):
+        yield from ((f"hook {_name(hook)} of {place}", hook) for hook in table.values())
 
 
-def _held(hook: Any) -> Iterator[Any]:
-    """What a function holds on to: what it closes over, its defaults, and what stands in containers of these."""
-    cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if _is_full(cell)]
-    given = getattr(hook, "__kwdefaults__", None) or {}
-    waiting = [*cells, *(getattr(hook, "__defaults__", None) or ()), *given.values()]
-    seen: set[int] = set()
-    while waiting:
-        held = waiting.pop()
-        if id(held) in seen:
-            continue
-        seen.add(id(held))
+def _functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
+    """The functions in a network's attributes, and in containers there, with what they are."""
+    for prefix, part in module.named_modules():
+        for name, value in _attributes(part).items():
+            for inner in () if name in _OF_TORCH else _taken_apart([value]):
+                if isinstance(inner, FunctionType):
+                    yield f"function {_name(inner)} in {prefix or type(part).__name__}.{name}", inner
+
+
+def _attributes(part: nn.Module) -> Mapping[str, Any]:
+    """Those that `copy.deepcopy` copies; a metric of torchmetrics' makes functions of its own anew."""
+    if hasattr(part, "__deepcopy__"):
+        return {}
+    states: Any = part.__reduce_ex__(4)[2:3]
+    return states[0] if states and isinstance(states[0], Mapping) else {}
+
+
+def _held(function: Any) -> Iterator[Any]:
+    """The modules and tensors that a function holds on to, by what it closes over or its defaults, or what these do."""
+    for held in _taken_apart(_of_function(function), functions=True):
         if isinstance(held, (nn.Module, Tensor)):
             yield held
-        elif isinstance(held, Mapping):
-            waiting += held.values()
-        elif isinstance(held, (list, tuple, set, frozenset)):
-            waiting += held
+
+
+def _taken_apart(values: Iterable[Any], functions: bool = False) -> Iterator[Any]:
+    """Some values, and what stands in containers among them; and what functions hold on to, if asked."""
+    waiting, seen = list(values), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            waiting += value
+        elif functions and isinstance(value, FunctionType):
+            waiting += _of_function(value)
+        elif functions and isinstance(value, MethodType):
+            waiting.append(value.__self__)
+
+
+def _of_function(function: Any) -> list[Any]:
+    """What a function closes over, and its defaults."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_full(cell)]
+    given = getattr(function, "__kwdefaults__", None) or {}
+    return [*cells, *(getattr(function, "__defaults__", None) or ()), *given.values()]
 
 
 def _is_full(cell: Any) -> bool:

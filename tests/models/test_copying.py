@@ -1,10 +1,13 @@
 """Copies of a user's networks, with their hooks."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.apfl import APFL
@@ -100,6 +103,46 @@ def test_a_hook_that_would_stay_with_the_original_is_refused(module):
         WrappedModel(SHAPE, 4, module, "fc")
 
 
+class Chooses(nn.Module):
+    """Calls its first layer by what stands in an attribute."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.fc = nn.Linear(64, 8), nn.Linear(8, 4)
+        block = lambda x: self.first(x).relu()  # noqa: E731
+        self.ways = {
+            "closure": block,
+            "in a container": partial(lambda ways, x: ways[0](x), [block]),
+            "wrapped": torch.enable_grad()(self.passed),
+            "method": self.passed,
+            "given": partial(self.passed, slope=0.5),
+            "of itself": F.relu,
+        }[kind]
+
+    def passed(self, x, slope=1.0):
+        return self.first(x).relu() * slope
+
+    def forward(self, x):
+        return self.fc(self.ways(x.flatten(1)[:, : self.fc.in_features] if self.ways is F.relu else x.flatten(1)))
+
+
+@pytest.mark.parametrize("kind", ["closure", "in a container", "wrapped"])
+def test_a_function_that_would_stay_with_the_original_is_refused(kind):
+    """The copy's forward went through the original's layers, which nobody trains, in silence."""
+    said = r"^model\.module: the function .* in Chooses\.ways holds on to parts of Chooses, which is copied"
+    with pytest.raises(ConfigError, match=said):
+        WrappedModel(SHAPE, 4, Chooses(kind), "fc")
+
+
+@pytest.mark.parametrize("kind", ["method", "given", "of itself"])
+def test_a_function_that_goes_along_is_taken(kind):
+    module = Chooses(kind)
+    made = copied(module)
+    made(torch.ones(2, *SHAPE)).sum().backward()
+    assert made.fc.weight.grad is not None
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 def test_a_copy_shares_nothing_and_its_hooks_are_called_once():
     calls = []
     layer = nn.Linear(2, 2)
@@ -121,3 +164,10 @@ def test_what_cannot_be_copied_says_what_to_take_instead():
         copied(old)
     with pytest.raises(ConfigError, match=r"^model: Sequential has a part in TorchScript, of which no copy can be tr"):
         copied(scripted)
+
+
+def test_functions_that_a_part_makes_anew_are_no_matter():
+    """Metrics of torchmetrics' wrap their own methods, and a compiled module its forward."""
+    parts = nn.ModuleDict({"metric": MulticlassAccuracy(num_classes=4), "layer": nn.Linear(2, 2)})
+    parts["layer"].compile()
+    assert copied(parts)["metric"].update is not parts["metric"].update
