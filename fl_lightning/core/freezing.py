@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core.walking import parameters_of
+from fl_lightning.models.copying import require_whole
 
 
 def trainable(part: nn.Module) -> list[nn.Parameter]:
@@ -38,7 +39,12 @@ def train_alone(parameters: Sequence[nn.Parameter], trained: Collection[int], le
 
 
 def frozen_copy(part: nn.Module) -> Any:
-    """A copy of a part, that does not learn: a teacher, or what came in."""
+    """A copy of a part, that does not learn: a teacher, or what came in.
+
+    Raises:
+        ConfigError: if functions in its attributes would go on reading the part itself.
+    """
+    require_whole(part, learns=False)
     return copy.deepcopy(part).requires_grad_(False)
 
 

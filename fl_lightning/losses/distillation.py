@@ -7,7 +7,6 @@ distances to the teacher's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
-from fl_lightning.core.freezing import set_modes
+from fl_lightning.core.freezing import frozen_copy, set_modes
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError, require, require_choices
@@ -239,10 +238,10 @@ class FeatureDistillation(Term):
         if self.options.feature_target == "fused":
             tied = self.options.tie_fusion
             self.feature_fusion = self.attention_fusion if tied else self.options.fusion(channels)
-        self.teacher = copy.deepcopy(body).requires_grad_(False)
+        self.teacher = frozen_copy(body)
         if type(body) is Body:
             self.teacher.neck = nn.Identity()  # only maps are compared
-        self.teacher_cbam = copy.deepcopy(self.cbam).requires_grad_(False)
+        self.teacher_cbam = frozen_copy(self.cbam)
         self.register_buffer("has_teacher", torch.zeros((), dtype=torch.bool))
 
     def _restage(self, body: Body, shapes: Sequence[tuple[int, ...]]) -> None:

@@ -5,7 +5,6 @@ Li, He, Song, "Model-Contrastive Federated Learning" (MOON), CVPR 2021, equation
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
-from fl_lightning.core.freezing import set_modes
+from fl_lightning.core.freezing import frozen_copy, set_modes
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
@@ -111,9 +110,7 @@ class ModelContrast(Term):
         require(travels, "method.extra_terms", rule.format("shares none"))
         require(getattr(host, "takes_weights", True), "method.extra_terms", rule.format("keeps its own"))
         self.received = _constant_copy(body)
-        self.previous = nn.ModuleList(
-            copy.deepcopy(body).requires_grad_(False) for _ in range(self.previous_models)
-        )  # the last one first
+        self.previous = nn.ModuleList(frozen_copy(body) for _ in range(self.previous_models))  # the last one first
         self.register_buffer("num_known", torch.zeros((), dtype=torch.long))
 
     def train(self, mode: bool = True) -> ModelContrast:
@@ -147,7 +144,7 @@ class ModelContrast(Term):
 
 def _constant_copy(module: nn.Module) -> nn.Module:
     """A copy that every receive overwrites: its tensors are in no state dict, no optimizer and no count."""
-    constant = copy.deepcopy(module).eval()
+    constant = frozen_copy(module).eval()
     for part in constant.modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is not None:

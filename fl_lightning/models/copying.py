@@ -26,18 +26,9 @@ def copied(module: Module, key: str = "model") -> Module:
         key: of the network, for the error.
 
     Raises:
-        ConfigError: if a hook, or an attribute, is a function that holds on to the network's own modules or tensors:
-            that of the copy would go on reading those of the original, which nobody trains; or if a part of it cannot
-            be copied.
+        ConfigError: as `require_whole` does, or if a part of it cannot be copied.
     """
-    own = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
-    for place, function in (*_hooks(module), *_functions(module)):
-        if any(id(held) in own for held in _held(function)):
-            rule = (
-                f"the {place} holds on to parts of {type(module).__name__}, which is copied, and "
-                "would stay with the original; make it a method of the module (self.mask), which goes along"
-            )
-            raise ConfigError(key, rule)
+    require_whole(module, key)
     memo: dict[int, Any] = {}
     kind = type(module).__name__
     try:
@@ -59,18 +50,48 @@ def copied(module: Module, key: str = "model") -> Module:
     return made
 
 
-def hook_tables(module: nn.Module) -> Iterator[tuple[str, MutableMapping[int, Callable[..., Any]]]]:
-    """The hooks of a network and of its parameters' gradients, as torch keeps them by number, with where they are."""
+def require_whole(module: nn.Module, key: str = "model", learns: bool = True) -> None:
+    """Refuse a network of which a copy would not be whole.
+
+    Args:
+        module: the network.
+        key: of it, for the error.
+        learns: whether the copy will: hooks of gradients are no matter to one that does not.
+
+    Raises:
+        ConfigError: if a hook, or an attribute, is a function that holds on to the network's own modules or tensors:
+            that of the copy would go on reading those of the original.
+    """
+    own = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    for place, function in (*_hooks(module, learns), *_functions(module)):
+        if any(id(held) in own for held in _held(function)):
+            rule = (
+                f"the {place} holds on to parts of {type(module).__name__}, which is copied, and "
+                "would stay with the original; make it a method of the module (self.mask), which goes along"
+            )
+            raise ConfigError(key, rule)
+
+
+def hook_tables(
+    module: nn.Module, learns: bool = True
+) -> Iterator[tuple[str, MutableMapping[int, Callable[..., Any]]]]:
+    """The hooks of a network and of its parameters' gradients, as torch keeps them by number, with where they are.
+
+    Args:
+        module: the network.
+        learns: whether those on the way back count, too.
+    """
     for prefix, part in module.named_modules():
-        yield from ((prefix or type(part).__name__, getattr(part, name)) for name in _OF_MODULES)
-    for place, parameter in module.named_parameters():
+        names = _OF_MODULES if learns else _OF_MODULES[:2]
+        yield from ((prefix or type(part).__name__, getattr(part, name)) for name in names)
+    for place, parameter in module.named_parameters() if learns else ():
         tables = (getattr(parameter, name, None) for name in _OF_PARAMETERS)
         yield from ((place, table) for table in tables if table is not None)
 
 
-def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """All hooks of a network, with what they are."""
-    for place, table in hook_tables(module):
+def _hooks(module: nn.Module, learns: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The hooks of a network, with what they are."""
+    for place, table in hook_tables(module, learns):
         yield from ((f"hook {_name(hook)} of {place}", hook) for hook in table.values())
 
 

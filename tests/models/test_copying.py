@@ -9,13 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from fl_lightning.core.freezing import frozen_copy
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedcp import FedCP
+from fl_lightning.methods.fedntd import FedNTD
+from fl_lightning.methods.fedphp import FedPHP
 from fl_lightning.methods.fedrod import FedRoD
 from fl_lightning.methods.fml import FML
+from fl_lightning.methods.moon import MOON
 from fl_lightning.models.copying import copied
+from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.wrapped import WrappedModel
 
 SHAPE = (1, 8, 8)
@@ -132,6 +138,33 @@ def test_a_function_that_would_stay_with_the_original_is_refused(kind):
     said = r"^model\.module: the function .* in Chooses\.ways holds on to parts of Chooses, which is copied"
     with pytest.raises(ConfigError, match=said):
         WrappedModel(SHAPE, 4, Chooses(kind), "fc")
+
+
+class OwnBody(nn.Module):
+    """A body that goes through its layer by a function in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 8)
+        self.block = lambda x: self.layer(x.flatten(1)).relu()
+
+    def forward(self, x):
+        return self.block(x)
+
+
+@pytest.mark.parametrize("method", [FedNTD, FedPHP, FedCP, MOON, Ditto])
+def test_a_model_of_which_a_teacher_would_go_through_its_own_layers_is_refused(method, make_client):
+    """The teacher was the student, and FedPHP's personal model the global one, in silence."""
+    model = SplitModel(Body([], OwnBody()), nn.Linear(8, 4), 8, 4, SHAPE)
+    with pytest.raises(ConfigError, match=r"^model: the function .*OwnBody.* holds on to parts of"):
+        make_client(method(model))
+    make_client(FedAvg(SplitModel(Body([], OwnBody()), nn.Linear(8, 4), 8, 4, SHAPE)))
+
+
+def test_a_teacher_needs_no_hooks_of_gradients():
+    assert not any(own.requires_grad for own in frozen_copy(Masked("own buffer")).parameters())
+    with pytest.raises(ConfigError, match=r"the hook .* holds on to parts of Scaled"):
+        frozen_copy(Scaled("closure"))
 
 
 @pytest.mark.parametrize("kind", ["method", "given", "of itself"])
