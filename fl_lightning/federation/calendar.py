@@ -75,6 +75,14 @@ class Calendar:
             return self.settings.participation * there
         return number_drawn(self.settings.participation, there)
 
+    @property
+    def fewest(self) -> int:
+        """The fewest clients of a round that has some, whoever fails; where they are drawn singly, on average."""
+        if self.settings.selection is None:
+            return max(1, int(self.expected(1)))
+        sizes = (len(self._drawn(round)) for round in range(1, self.settings.rounds + 1))
+        return min(filter(None, sizes), default=1)
+
     def num_present(self, round: int) -> int:
         """How many clients have joined by `round`; they are the first ones."""
         return self.num_clients if round > self.settings.newcomers.after else self.num_founders

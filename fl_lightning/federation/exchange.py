@@ -114,7 +114,7 @@ class Exchange(ABC):
         Args:
             aggregator: the rule.
             template: a client.
-            participants: of the first round in which nobody fails, on average where they are drawn singly.
+            participants: the fewest of a round in which nobody fails, on average where they are drawn singly.
             heard: what clients receive of a message that the server sends in a round.
 
         Raises:

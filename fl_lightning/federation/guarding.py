@@ -34,7 +34,7 @@ class Guard(Door):
         aggregator: the rule.
         server: set up.
         method: a client's.
-        participants: of the first round in which nobody fails, on average where they are drawn singly.
+        participants: the fewest of a round in which nobody fails, on average where they are drawn singly.
         heard: what clients receive of a message that the server sends in a round.
 
     Raises:

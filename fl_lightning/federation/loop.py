@@ -135,7 +135,7 @@ class FederatedLoop:
         if settings.server_optimizer is not None:
             exchange.optimize(settings.server_optimizer, template)
         if settings.aggregator is not None:
-            exchange.guard(settings.aggregator, template, max(1, int(self.calendar.expected(1))), self.wire.down)
+            exchange.guard(settings.aggregator, template, self.calendar.fewest, self.wire.down)
         self.account = start_account(settings.wire or (), exchange, template, facts, self.calendar)
         self.workers = of_one_kind(Workers.present(spread=self.runner.single_device), self.data)
         self.carriers = Carriers(exchange, self.seed)

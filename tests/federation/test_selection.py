@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fl_lightning import Experiment
+from fl_lightning.core.coordinate_rules import CoordinateMedian
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.calendar import Calendar
@@ -50,6 +51,20 @@ def test_by_samples_who_has_none_comes_last(count, chosen):
         got = set(calendar(BySamples(), (0, 5, 0, 9), participation=count / 4).participants(round))
         assert len(got) == count
         assert got == chosen or (count == 1 and got < {1, 3})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "taken"), [((0, 4, 3, 4), True), ((4, 4, 2, 4), False)], ids=["nobody at first", "few later"]
+)
+def test_a_robust_rule_asks_for_the_fewest_of_all_rounds(sizes, taken, mlp, set_up_federation):
+    """It looked at the first round alone."""
+    rule = Own(lambda round, num_train, count, rng: range(sizes[round - 1]))
+    options = {"rounds": 4, "selection": rule, "aggregator": CoordinateMedian()}
+    if taken:
+        assert set_up_federation(lambda: FedAvg(mlp()), **options).calendar.fewest == 3
+        return
+    with pytest.raises(ConfigError, match="needs at least 3 participants a round, and there are 2"):
+        set_up_federation(lambda: FedAvg(mlp()), **options)
 
 
 def test_groups_take_turns():
