@@ -33,7 +33,8 @@ OTHERS = (
 _WHOSE = "(?:Loc|Glob)al|Server"
 _MEASURE = re.compile(rf"[^/]+/(?:{_WHOSE})-[TV](?![^_/])")
 _ALONE = re.compile("Local-T(_received)?(/fine_tuned)?")  # compared with what a client reaches alone
-_FIGURE = re.compile(rf"(?:[^/]+/)?(?:{'|'.join(FIGURES)})(?:_received)?(?:/.+|{'|'.join(SPREADS)})?")
+_OF_CLIENTS = "(?:Local-T|Local-V|Global-T)(?:_received)?"
+_FIGURE = re.compile(rf"(?:[^/]+/)?(?:Server-[TV]|{_OF_CLIENTS}(?:/.+|{'|'.join(SPREADS)})?)")
 _ACCURACY = re.compile(rf"(?:{'|'.join(FIGURES)})(?:_received)?")
 _LESS = re.compile(r"([^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)|EER)[^/]*/")
 
@@ -45,8 +46,13 @@ def may_exist(column: str) -> bool:
     [True, True, True, False]
     >>> [may_exist(name) for name in ("Local-T_recieved", "local-T", "second", "seconds_fit", "Global-T_worst10")]
     [False, False, False, True, True]
+    >>> [may_exist(name) for name in ("Server-T_std", "Global-T_hurt", "F1Score/Local-T_min", "Local-T_undefined")]
+    [False, False, False, False]
     """
-    return column in OTHERS or bool(_FIGURE.fullmatch(column) or re.fullmatch("loss/.+", column))
+    if _FIGURE.fullmatch(column) is None:
+        return column in OTHERS or re.fullmatch("loss/.+", column) is not None
+    spread = next((own for own in SPREADS if column.endswith(own)), "")
+    return spread in ("", "_newcomers", *spreads_of(column.removesuffix(spread)))
 
 
 def is_measure(column: str) -> bool:

@@ -35,6 +35,16 @@ def _why(name: str, config: Mapping[str, Any]) -> str:
         return "its runs spend no privacy of samples: set federation.record_privacy"
     if spent == "epsilon" and not any(map(_may_spend, federation.get("wire") or ())):
         return "its runs spend no privacy: put ClipAndNoise into federation.wire"
+    return _untested(name, config)
+
+
+def _untested(name: str, config: Mapping[str, Any]) -> str:
+    """Why nobody is tested for a column, by a setting that is no switch."""
+    score = accuracy_of(name) if is_score(name) else ""
+    if score and "/fine_tuned" in name and (config["federation"].get("evaluate") or {}).get("fine_tune") is None:
+        return "its runs fine-tune nobody: set federation.evaluate.fine_tune"
+    if config["data"]["split"] == "global" and (name == "receive_drop" or score.startswith("Local-T")):
+        return "under data.split: global clients have no test samples of their own: take Global-T or Server-T"
     return ""
 
 
@@ -45,8 +55,9 @@ def _switched_off(name: str, policy: Mapping[str, Any]) -> str:
         "validation": is_validated(name),
         "server": score.startswith("Server-"),
         "globally": score.startswith("Global-"),
-        "received": "_received" in score,
-        "trained": score != "" and "_received" not in score and not score.startswith("Server-"),
+        "received": "_received" in score or name == "receive_drop",
+        "trained": name == "receive_drop"
+        or (score != "" and "_received" not in score and not score.startswith("Server-")),
     }
     return next((switch for switch, is_needed in switches.items() if is_needed and not policy.get(switch, True)), "")
 

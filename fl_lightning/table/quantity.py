@@ -41,12 +41,14 @@ ENTRIES = (
     "evaluated_rounds",
     "clients",
     "participants_per_round",
-    "privacy.epsilon",
-    "record_privacy.epsilon",
+    *(f"privacy.{name}" for name in ("epsilon", "delta", "noise_multiplier", "sampling_rate", "times")),
+    *(
+        f"record_privacy.{name}"
+        for name in ("epsilon", "delta", "noise_multiplier", "max_grad_norm", "client", "sampling_rate", "steps")
+    ),
 )
 """The numbers of `summary.json` that are no column's."""
 _MOMENTS = ("last.", "best.", "mean_last_10.", "final_received.")
-_GROUPS = (*_MOMENTS, "privacy.", "record_privacy.")
 _LESS = (
     "receive_drop", "seconds", "loss", "uplink_", "downlink_", "missing", "skipped", "epsilon", "record_epsilon",
     "communication.", "parameters.", "privacy.", "record_privacy.",
@@ -160,9 +162,10 @@ def read_figure(node: Any, key: str) -> Figure:
     if text.startswith(f"{SUMMARY}."):
         require(not at and len(text) > len(SUMMARY) + 1, key, rule, node)
         entry = text.removeprefix(f"{SUMMARY}.")
-        known = entry in ENTRIES or entry.startswith(_GROUPS)
-        require(known, key, f"summary.json has no number {entry}; {suggest(entry, ENTRIES)}", node)
-        return Figure(entry, SUMMARY)
+        if not entry.startswith(_MOMENTS):
+            require(entry in ENTRIES, key, f"summary.json has no number {entry}; {suggest(entry, ENTRIES)}", node)
+            return Figure(entry, SUMMARY)
+        return _of_moment(entry, key, node)
     column, _, report = text.rpartition(".")
     require(bool(column) and report in REPORTS, key, rule, node)
     require(
@@ -177,6 +180,21 @@ def read_figure(node: Any, key: str) -> Figure:
     received = report != "final_received" or (is_score(column) and "_received" in column)
     require(received, key, "final_received is of what models score right after the receive: Local-T_received", node)
     return Figure(column, report, by)
+
+
+def _of_moment(entry: str, key: str, node: Any) -> Figure:
+    """An entry of a moment in `summary.json`, whose columns are scores; of the best round value and round."""
+    figure, (moment, _, rest) = Figure(entry, SUMMARY), entry.partition(".")
+    best = moment == "best"
+    whole = not best or rest.endswith((".value", ".round"))
+    require(whole, key, f"must say which of the two, {entry}.value or {entry}.round", node)
+    column = rest.rpartition(".")[0] if best else rest
+    there = is_score(column) and may_exist(column) and not (best and column.endswith(STD))
+    usual = [name for name in FIGURES if not name.endswith("-V")]
+    require(there, key, f"summary.json has no {column} under {moment}; {suggest(column, usual)}", node)
+    received = moment != "final_received" or "_received" in column
+    require(received, key, "final_received is of what models score right after the receive: Local-T_received", node)
+    return figure
 
 
 Watched = tuple[str, bool | None]
