@@ -36,7 +36,7 @@ class Text(str):
     @property
     def parsed(self) -> Any:
         """What it says in YAML; the text where that is nothing."""
-        return read_value(self) if self else ""
+        return read_value(self)
 
 
 class Brief(dict[str, Any]):
@@ -60,11 +60,17 @@ class Renamed(dict[str, Any]):
 
 
 def read_value(text: str) -> Any:
-    """What a text says in YAML; the text itself where that is nothing."""
+    """What a text says in YAML; the text itself where that is nothing, as where it is a comment.
+
+    >>> read_value("0.1"), read_value("null"), read_value("#subject"), read_value("")
+    (0.1, None, '#subject', '')
+    """
     try:
-        return load_yaml(text)
+        found = load_yaml(text)
     except UnreadableError:
         return str(text)
+    is_empty = found is None and all(line.lstrip()[:1] in ("", "#") for line in text.splitlines())
+    return str(text) if is_empty else found
 
 
 def merged(old: Any, new: Any, key: str) -> Any:

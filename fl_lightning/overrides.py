@@ -18,7 +18,7 @@ Source = str | Path | Mapping[str, Any]
 """A YAML file, the name of one of ours (``quickstart``), or what such a file would hold."""
 
 _TEXTS = ("name", "output")
-"""Keys whose text stays as it is: on a command line `null` and what begins with # are YAML's null."""
+"""Keys whose text stays as it is: on a command line `null` and `~` are YAML's null."""
 
 
 def said(sources: Sequence[Source], overrides: Mapping[str, Any]) -> CommandLine:

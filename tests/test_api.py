@@ -29,6 +29,7 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.parser import resolve
 from fl_lightning.reading import dump_yaml
+from fl_lightning.table.overlays import option
 from fl_lightning.trust import Trust
 
 
@@ -95,6 +96,21 @@ def test_a_name_of_python_stays_what_it_is(text, tmp_path):
     assert (own.name, own.config["name"]) == (text, text)
     (tmp_path / "config.yaml").write_text(dump_yaml(own.config))
     assert Experiment(tmp_path / "config.yaml").name == text
+
+
+def test_a_text_that_looks_like_a_comment_is_no_null():
+    """A table's CSVTable had no groups where their column is called "#subject", and clients shared their samples."""
+    given = {"path": "any.csv", "label": "y", "group": "#subject"}
+    data = {"partition": "IID", "num_clients": 2, "dataset": {"class_path": "CSVTable", "init_args": given}}
+    file = {"method": "Local", "model": "MLP", "data": data}
+    plain = {**file, "data": {**data, "dataset": {"class_path": "CSVTable", "init_args": {**given, "group": None}}}}
+    key = "data.dataset.init_args.group"
+    for more in ([], [f"--{key}", "#subject"], [option(key, "#subject")]):
+        found = resolve(CommandLine([plain if more else file, *more]).tree, Trust())
+        assert found["data"]["dataset"]["init_args"]["group"] == "#subject"
+    assert resolve(CommandLine([file, f"--{key}=null"]).tree, Trust())["data"]["dataset"]["init_args"]["group"] is None
+    snippet = "# of a file\n{rounds: 3}"
+    assert resolve(CommandLine([file, "--federation", snippet]).tree, Trust())["federation"]["rounds"] == 3
 
 
 def test_what_options_say_inside_what_has_no_type_is_yaml_too():
