@@ -230,6 +230,16 @@ def variables(prefix: str = VARIABLES) -> Iterator[str]:
         yield f"--{name.lower().replace('__', '.')}={found[name]}"
 
 
+def as_shell_says(words: Sequence[str]) -> str:
+    """A command line of ours for a shell that may know none of the variables, as another machine's: they stand in it.
+
+    Args:
+        words: what follows ``fl-lightning``.
+    """
+    around = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    return shlex.join([*(["env", *around] if around else []), "fl-lightning", *words])
+
+
 def said_around() -> str:
     """A sentence on what they say; empty where there are none."""
     words = list(variables())

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import said_around
+from fl_lightning.command_line import as_shell_says, said_around
 from fl_lightning.errors import ConfigError, chosen_names, require
 from fl_lightning.files import expanded, write_text
 from fl_lightning.parser import one_line_parser
@@ -77,7 +77,7 @@ def table(argv: Sequence[str], command: Command) -> int:
     shard = _shard(options.shard, cells)
     if options.print_commands:
         for cell in distinct(shard):
-            print(shlex.join(["fl-lightning", *cell.words]))
+            print(as_shell_says(cell.words))
         return 0
     _check_references(shard)
     console = PlainConsole(quiet=options.quiet)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import SECTIONS, bare
+from fl_lightning.command_line import SECTIONS, as_shell_says, bare
 from fl_lightning.errors import ConfigError, chosen_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.files import expanded
@@ -421,7 +420,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
         require(not asked or kind == "grid", name, "needs search: grid; Optuna chooses as it goes", kind)
     if options.print_commands:
         for _, cell in tuning.grid():
-            print(shlex.join(["fl-lightning", *cell.words]))
+            print(as_shell_says(cell.words))
         return 0
     if options.dry_run:
         forecast(console, list(tuning.grid()), options.jobs, tuning.together, search.pruning)

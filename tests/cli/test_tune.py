@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -179,6 +180,18 @@ def test_variables_of_the_environment_are_noted(place):
     code, out, err = place.call("table", "table.yaml", "--rounds", "1", env=variables)
     assert code == 0, err
     assert said in out
+
+
+def test_commands_that_are_printed_hold_the_variables_of_the_environment(place):
+    """Without them a run of other settings lay in the cell's folder, and its figures stood in the table."""
+    place.write("table.yaml", "rows: {FedAvg: {}}\ncolumns: {Digits: {files: [exp.yaml]}}\n")
+    section = "FL_LIGHTNING_FIT__FEDERATION__"
+    variables = {f"{section}LOCAL_EPOCHS": "{uniform: [1, 2]}", f"{section}PARTICIPATION": "0.5"}
+    for words in (["table", "table.yaml"], ["tune", "small.yaml"]):
+        code, out, err = place.call(*words, "--print-commands", env=variables)
+        assert code == 0, err
+        own = shlex.split(out.splitlines()[0])
+        assert own[:5] == ["env", *(f"{name}={value}" for name, value in variables.items()), "fl-lightning", "fit"]
 
 
 def test_a_search_that_a_signal_ends_between_or_in_trials_says_so(place, monkeypatch):
