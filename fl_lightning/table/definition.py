@@ -13,7 +13,7 @@ from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import read_yaml
 from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
-from fl_lightning.table.overlays import Overlay, given_in, known_keys, read_overlay
+from fl_lightning.table.overlays import Overlay, given_in, known_keys, name_in, read_overlay
 from fl_lightning.table.quantity import Figure, is_scale, read_figure
 from fl_lightning.terminal import printable
 
@@ -214,7 +214,7 @@ class _Reader:
         node = self.content.get(key)
         require(isinstance(node, Mapping) and bool(node), key, f"must name the table's {key}", node)
         assert isinstance(node, Mapping)
-        named = [(printable(str(name)), {} if value is None else value) for name, value in node.items()]
+        named = [(printable(name_in(key, name)), {} if value is None else value) for name, value in node.items()]
         names = [name for name, _ in named]
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, key, "must have names that differ when they are printed", twice)
@@ -232,7 +232,8 @@ class _Reader:
         require(
             not given or "figure" not in node, f"{key}figure", "must be left out beside figures", node.get("figure")
         )
-        figures = {str(name): read_figure(figure, f"{key}figures.{name}") for name, figure in given.items()}
+        named = {name_in(f"{key}figures", name): figure for name, figure in given.items()}
+        figures = {name: read_figure(figure, f"{key}figures.{name}") for name, figure in named.items()}
         one = {"": read_figure(node["figure"], f"{key}figure")} if "figure" in node else {}
         return figures or one
 

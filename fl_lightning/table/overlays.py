@@ -207,6 +207,18 @@ def given_in(node: Mapping[str, Any], key: str, default: Any) -> Any:
     return default if node.get(key) is None else node[key]
 
 
+def name_in(key: str, name: Any) -> str:
+    """A name that a file gives under a key; a number may be one.
+
+    Raises:
+        ConfigError: for a word that YAML takes for something else than a text.
+    """
+    plain = name is not None and not isinstance(name, bool)
+    rule = f"a name in it is read by YAML as {str(name).lower().replace('none', 'null')}, as on, off, yes and no are"
+    require(plain, key, f"{rule}: put it in quotes")
+    return str(name)
+
+
 def known_keys(node: Any, allowed: Sequence[str], key: str, whole: str = "table") -> None:
     """Refuse any other key.
 

@@ -19,7 +19,7 @@ from fl_lightning.report.columns import is_validated
 from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
 from fl_lightning.table.definition import text_of
-from fl_lightning.table.overlays import Overlay, given_in, known_keys, plain, read_overlay, said_twice
+from fl_lightning.table.overlays import Overlay, given_in, known_keys, name_in, plain, read_overlay, said_twice
 from fl_lightning.table.quantity import Figure, read_figure
 
 _KEYS = (
@@ -185,16 +185,15 @@ def read_search(path: Path) -> Search:
 def _contenders(node: Any, common: Mapping[str, Range], path: Path) -> tuple[Contender, ...]:
     require(isinstance(node, Mapping) and bool(node), "rows", "must name the methods of the search", node)
     found = []
-    for name, own in node.items():
-        own = {} if own is None else own
+    for name, own in [(name_in("rows", name), {} if own is None else own) for name, own in node.items()]:
         overlay = read_overlay(own, f"rows.{name}", path, ("space",))
         space = _over(common, _space(given_in(own, "space", {}), f"rows.{name}.space"))
         require(bool(space), f"rows.{name}.space", "is empty, so that there is nothing to choose")
         try:
-            check_name(str(name))
+            check_name(name)
         except ConfigError as error:
             raise error.at(f"rows.{name}") from error
-        found.append(Contender(str(name), overlay, space))
+        found.append(Contender(name, overlay, space))
     files = [contender.file for contender in found]
     twice = next((contender.name for contender in found if files.count(contender.file) > 1), None)
     require(twice is None, f"rows.{twice}", "another row's overlay has the same file name; give it another name")

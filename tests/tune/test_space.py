@@ -131,6 +131,7 @@ def test_points_differ_and_lie_within_the_range(range, points):
         ("rows:", "row:", "row"),
         ("trials: 4", "trials: 4\nname: ../up", "name"),
         ("  FedProx:", "  ../up:", "rows.../up"),
+        ("  FedProx:", "  off:", "rows"),
         ("optimizer.init_args.lr:", "seed:", "space.seed"),
         ("optimizer.init_args.lr:", "output:", "space.output"),
         ("optimizer.init_args.lr:", "data.evaluate_on:", "space.data.evaluate_on"),
