@@ -34,8 +34,7 @@ class Overlay:
         for file in self.files:
             yield from ("--config", os.path.relpath(file))
         for key, value in classes_first(flatten(self.settings)):
-            if value != {} or not key.endswith(".init_args"):  # which take none back, as in a file
-                yield option(key, value)
+            yield option(*in_its_section(key, value))
 
     def layers(self) -> Iterator[tuple[str, Any]]:
         """The same as dotted keys and values, later ones over earlier ones."""
@@ -44,6 +43,20 @@ class Overlay:
             for part in sections(content if isinstance(content, Mapping) else {}):
                 yield from part.settings
         yield from classes_first(flatten(self.settings))
+
+
+def in_its_section(key: str, value: Any) -> Setting:
+    """A setting as an option of which an empty mapping says nothing, as in a file; by its own key it takes all back.
+
+    >>> in_its_section("federation.evaluate", {}), in_its_section("federation.rounds", 3)
+    (('federation', {'evaluate': {}}), ('federation.rounds', 3))
+    """
+    if value != {}:
+        return key, value
+    section, *path = key.split(".")
+    for name in reversed(path):
+        value = {name: value}
+    return section, value
 
 
 def classes_first(settings: Iterable[Setting]) -> list[Setting]:

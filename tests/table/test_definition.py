@@ -145,6 +145,16 @@ def test_a_class_inside_another_one_keeps_what_was_said_of_it_as_in_a_file():
         assert found(name) == module
 
 
+def test_an_empty_section_says_nothing_as_in_a_file(tmp_path):
+    """A table's `evaluate: {}` took back what its base says of it."""
+    (tmp_path / "base.yaml").write_text("federation: {evaluate: {received: false}, checkpoint: {keep: 5}}\n")
+    own = {"federation": {"evaluate": {}, "checkpoint": {}, "early_stopping": {}}}
+    words = read_overlay({"files": ["base.yaml"], "set": own}, "base", tmp_path / "t.yaml").words()
+    found = configured("fit", "", ["--config", "quickstart", *words])[1]["federation"]
+    assert (found["evaluate"]["received"], found["checkpoint"]["keep"]) == (False, 5)
+    assert found["early_stopping"]["patience"] == 10
+
+
 @pytest.mark.parametrize("own", ["method", "method.class_path"])
 def test_a_class_may_stand_behind_its_arguments(own, tmp_path):
     """The order of YAML's keys means nothing: the weight was dropped with those of the base's method, in silence."""
