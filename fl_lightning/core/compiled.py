@@ -7,6 +7,7 @@ Before anything is counted on, values and gradients are compared with those of t
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,8 +157,11 @@ def _with_gradients(run: Callable[..., Any], bench: Bench, given: tuple[Any, ...
 
 @contextmanager
 def _undone(method: Method, device: torch.device) -> Iterator[None]:
-    """Draw from a stream of its own, and take back what becomes of buffers."""
+    """Draw from a stream of its own, and take back what becomes of buffers and attributes."""
     buffers = [(buffer, buffer.clone()) for buffer in method.buffers()]
+    attributes = [(vars(part), dict(vars(part))) for part in method.modules()]
+    values = [own for _, before in attributes for own in before.values()]  # buffers that are set anew, too
+    held = [(own, copy.copy(own)) for own in values if type(own) in (dict, list, set)]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         try:
@@ -166,3 +170,13 @@ def _undone(method: Method, device: torch.device) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+            for home, were in (*attributes, *held):
+                _put_back(home, were)
+
+
+def _put_back(home: Any, were: Any) -> None:
+    """Let a container hold what it held; one that does is not written to, for which compiled code looks."""
+    own, before = ([*each, *each.values()] if isinstance(each, dict) else list(each) for each in (home, were))
+    if list(map(id, own)) != list(map(id, before)):
+        home.clear()
+        (home.extend if isinstance(home, list) else home.update)(were)

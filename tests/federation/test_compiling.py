@@ -6,6 +6,7 @@ import torch
 from leaves import flatten
 
 from fl_lightning.core import compiled
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import Federation
 from fl_lightning.methods.ditto import Ditto
@@ -117,6 +118,30 @@ def test_what_cannot_be_compiled_runs_as_it_is(run, said, mlp, both, monkeypatch
 def _doubled(*given):
     values, seen = compiled._losses(*given)
     return {name: 2 * value for name, value in values.items()}, seen
+
+
+class Follows(Term):
+    """Draws embeddings to their moving mean, a buffer that is set anew; the further, the more often it was asked."""
+
+    def setup(self, host):
+        self.register_buffer("mean", torch.zeros(host.model.embedding_size))
+        self.asked, self.noted = 0, []
+
+    def receive(self, host, message):
+        self.asked, self.noted = 0, []
+
+    def forward(self, host, out):
+        self.asked += 1
+        self.noted.append(self.asked)
+        self.mean = self.mean.lerp(out.z.detach().mean(0), 0.5)
+        return len(self.noted) * self.asked * (out.z - self.mean).square().mean()
+
+
+def test_what_is_tried_both_ways_leaves_nothing_behind(mlp, both, monkeypatch):
+    """The first fit of a process had a mean, and counts, of two mini-batches that nobody had."""
+    monkeypatch.setattr(torch, "compile", lambda run, **options: run)
+    fast = both(lambda: FedAvg(mlp(), extra_terms=[Follows(0.01)]))
+    assert fast.runner.modules[0].compiled.reason == ""
 
 
 def test_compile_is_refused_beside_a_cohort():
