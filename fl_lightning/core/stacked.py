@@ -217,11 +217,7 @@ class StackedStep(Step):
 
     def taken(self) -> _Taken:
         """Let the method do its step, and what came of it."""
-        method = self._bench.method
-        if len(self.y) == 1:
-            self.take()
-        else:
-            method.local_step(self)
+        self.take()
         self._check_rest()
         logged = dict(self._logged)
         if logged:
@@ -315,7 +311,8 @@ class StackedBench:
         inputs = [leaves[index] for index in self.trained]
 
         def descended(total: Tensor) -> Sequence[Tensor | None]:
-            return engine.gradients(total, inputs) if total.requires_grad else gradients
+            with self.bench.machine.wide():
+                return engine.gradients(total, inputs) if total.requires_grad else gradients
 
         if count == 1:  # as it is: layers know more ways than `vmap` does
             made = one(leaves, x[0], y[0])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from fl_lightning.core.stacked_graphs import FitGraphs
 from fl_lightning.core.stacked_meter import StackedMeter
 from fl_lightning.core.step import Bench
 from fl_lightning.seeding import drawn_from_torch, same_stream_states, set_stream_states, stream_states
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision
 
 
 class Batches(Protocol):
@@ -67,7 +71,7 @@ class StackedFit:
         epoch: gives the steps of an epoch.
         apart: names of what steps ask for and clients may differ in: those who do step one after another.
         aliases: attributes of the method's modules that hold parameters or buffers.
-        context: the trainer's, of a step; mini-batches are made outside.
+        plugin: the trainer's precision; mini-batches are made outside its context of a step. None for no trainer.
         graphs: what is recorded of such fits, whose rows `rows` are; None records nothing.
         draws: whether steps may draw from torch's stream: of one client alone, whose it is.
     """
@@ -81,7 +85,7 @@ class StackedFit:
         epoch: Epoch,
         apart: set[str],
         aliases: Sequence[Alias] = (),
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        plugin: Precision | None = None,
         graphs: FitGraphs | None = None,
         draws: bool = False,
     ) -> None:
@@ -97,7 +101,8 @@ class StackedFit:
         self.meter = StackedMeter(len(entered))
         self.common = Common()
         self.aliases = list(aliases)
-        self.context = context
+        self.plugin = plugin
+        self.context: Callable[[], AbstractContextManager[Any]] = plugin.train_step_context if plugin else nullcontext
         self.graphs = graphs
         self.draws = draws
         self.changes: Callable[[], str] = str
@@ -186,7 +191,7 @@ class _Phase:
         self.index = index
         self.planned = planned
         method = fit.method
-        machine = Machine(fit.module.device.type)
+        machine = Machine(fit.module.device.type, fit.plugin)
         bench = Bench.of(method, machine, batch_norms(method), planned.phase, method.term_weights())
         if any(own._backward_hooks or own._post_accumulate_grad_hooks for own in planned.parameters):  # type: ignore[attr-defined]
             raise Unstackable("hooks are tied to its parameters' gradients")
@@ -301,19 +306,20 @@ class _Phase:
         Raises:
             Unstackable: naming the phase, if the two are not the same.
         """
-        copies = [view.clone() for view in views]
+        copies, bench = [view.clone() for view in views], copy.copy(self.bench)
+        bench.bench = replace(bench.bench, machine=Machine(self.fit.layout.device.type))  # as parameters are rounded
         outcome: Outcome | None = None
         for place in dict.fromkeys((0, len(rows) - 1)):
             self.fit.rows.load(rows[place])
             with exact(self.fit.layout.device):
                 before = stream_states(x.device)
-                losses, gradients = self.bench.alone(x[place], y[place], epoch)
+                losses, gradients = bench.alone(x[place], y[place], epoch)
                 self.fit.check_streams(before)
                 if self.fit.draws:
                     set_stream_states(before)
                 after = self.fit.layout.tensors()
-                outcome = outcome or self.bench.step(copies, x, y, epoch)
+                outcome = outcome or bench.step(copies, x, y, epoch)
                 if self.fit.draws:
                     set_stream_states(before)
-            if not agree(outcome, [copy[place] for copy in copies], losses, gradients, after, place):
+            if not agree(outcome, [own[place] for own in copies], losses, gradients, after, place):
                 raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")

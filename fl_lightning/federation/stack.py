@@ -224,8 +224,7 @@ class Stack:
     def _made(
         self, entered: Sequence[Entered], rows: Rows, epoch: Epoch, graphs: FitGraphs | None = None
     ) -> StackedFit:
-        aliases, context = self.attributes.aliases(), self.runner.trainer.precision_plugin.train_step_context
-        about = self._apart, aliases, context, graphs
+        about = self._apart, self.attributes.aliases(), self.runner.trainer.precision_plugin, graphs
         return StackedFit(self.module, self.layout, rows, entered, epoch, *about, self.draws and len(self._entry) == 1)
 
     def measure(self) -> tuple[int, Timing] | None:

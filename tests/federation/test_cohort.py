@@ -303,6 +303,28 @@ def test_client_that_falls_sick_as_its_fit_begins_leaves_nothing_frozen(options,
     assert_near(plain, other, 1e-9)
 
 
+TYPES = set()
+
+
+class Similar(Term):
+    """Multiplies embeddings with each other, and takes down in which type."""
+
+    def forward(self, host, out):
+        product = out.z @ out.z.T
+        TYPES.add(product.dtype)
+        return product.mean()
+
+
+@pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 1, "graph": True}])
+def test_losses_are_as_wide_stacked_as_alone(options, run_federation, mlp):
+    TYPES.clear()
+    loop = run_federation(
+        lambda: FedAvg(mlp(), extra_terms=[Similar(0.1)]), 1, trainer={"precision": "bf16-mixed"}, **options
+    )
+    assert loop.cohort.reason == ""
+    assert {torch.float32} == TYPES
+
+
 @pytest.mark.parametrize("make", [FedAvg, FedCPD])
 def test_mixed_precision_rounds_no_more_stacked_than_alone(make, run_federation, mlp):
     exact, plain, stacked = (
