@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.message import version_of
-from fl_lightning.marks import inside
+from fl_lightning.marks import inside, mark_of_generator
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Values that nobody can write into."""
@@ -40,6 +40,13 @@ def leaves(value: Any, own: Collection[int] = ()) -> dict[str, Hashable]:
     return found
 
 
+def tensors_of(value: Any) -> dict[str, Tensor]:
+    """The tensors that an object holds, but for modules', by the way to them."""
+    found: dict[str, Any] = {}
+    _take_tensor(value, "", found, set(), ())
+    return {way: own for way, own in found.items() if isinstance(own, Tensor)}
+
+
 def sums(value: Any, passed: Collection[int]) -> dict[str, Hashable]:
     """What changes when something is written into an object, by the way to it; all tensors, arrays and modules count.
 
@@ -65,6 +72,8 @@ def _take(value: Any, way: str, found: dict[str, Hashable], known: set[int], own
         found[way] = "tensor", value.dtype, tuple(value.shape), numbers
     elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= MOST_BYTES:
         found[way] = "array", value.dtype.str, value.shape, value.tobytes()
+    elif (state := mark_of_generator(value)) is not None:
+        found[way] = type(value).__name__, state
     elif isinstance(value, nn.Module) and (id(value) in own or id(value) in known):
         found[way] = "own", id(value)
     elif isinstance(value, nn.Module):
@@ -74,6 +83,14 @@ def _take(value: Any, way: str, found: dict[str, Hashable], known: set[int], own
             _take(held, f"{way}.{key}", found, known, own)
     else:
         _look_into(value, way, found, known, _take, own)
+
+
+def _take_tensor(value: Any, way: str, found: dict[str, Any], known: set[int], own: Collection[int]) -> None:
+    """Note a value that is a tensor."""
+    if isinstance(value, Tensor):
+        found[way] = value
+    elif not isinstance(value, (*PLAIN, np.ndarray, nn.Module)):
+        _look_into(value, way, found, known, _take_tensor, own)
 
 
 def _take_sum(value: Any, way: str, found: dict[str, Hashable], known: set[int], passed: Collection[int]) -> None:

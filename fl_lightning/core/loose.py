@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.core.leaves import MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, SIMPLE, leaves, sums
+from fl_lightning.core.leaves import MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, SIMPLE, leaves, sums, tensors_of
 from fl_lightning.core.mark import Mark, stand_in
 from fl_lightning.core.of_classes import OfClass, of_classes
 from fl_lightning.core.reads import address, flat
@@ -107,10 +107,10 @@ class Attributes:
                 found += [tuple(leaves(hook, self.own).items()) for hook in hooks]
         return tuple(found)
 
-    def objects(self) -> dict[tuple[str, str], dict[str, Hashable]]:
-        """What the attributes that are objects of somebody's own come to, by module and attribute."""
+    def objects(self) -> dict[tuple[str, str], tuple[dict[str, Hashable], dict[str, Tensor]]]:
+        """What attributes that are objects of somebody's own come to, and their tensors, by module and attribute."""
         return {
-            (name, key): leaves(value, self.own)
+            (name, key): (leaves(value, self.own), tensors_of(value))
             for name, key, value in self._own()
             if type(value) not in SIMPLE and not isinstance(value, (Tensor, *PLAIN))
         }

@@ -15,6 +15,8 @@ from fl_lightning.core.reads import address
 from fl_lightning.core.rows import Unstackable
 
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_InObject = tuple[Mapping[str, Any], Mapping[str, Tensor]]
+"""What an object comes to, and its tensors, by the ways to them."""
 
 
 class Mark(NamedTuple):
@@ -99,18 +101,19 @@ def changed(before: Mark, after: Mark, is_read: Callable[[str, str], bool]) -> s
     return difference(before, after._replace(attributes=kept))
 
 
-def changed_object(before: Mapping[Any, Mapping[str, Any]], after: Mapping[Any, Mapping[str, Any]]) -> str:
-    """The name of an attribute whose object has other numbers in it than before; empty for none.
+def changed_object(before: Mapping[Any, _InObject], after: Mapping[Any, _InObject]) -> str:
+    """The name of an attribute whose object has other numbers, or tensors, in it than before; empty for none.
 
-    Tensors are left out: they may be the model's, which holds one client and another.
+    What is in a tensor is left out: it may be the model's, which holds one client and another.
 
     Args:
         before: what `Attributes.objects` gave.
         after: what it gives now.
     """
-    for name, own in before.items():
-        now = after.get(name, {})
-        if any(way in now and now[way] != value for way, value in own.items() if value[0] != "tensor"):
+    for name, (own, tensors) in before.items():
+        now, others = after.get(name, ({}, {}))
+        anew = any(others.get(way, tensor) is not tensor for way, tensor in tensors.items())
+        if anew or any(way in now and now[way] != value for way, value in own.items() if value[0] != "tensor"):
             return ".".join(name)
     return ""
 

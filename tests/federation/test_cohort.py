@@ -613,6 +613,33 @@ class CountsThere(FedAvg):
         self.own.count += 1
 
 
+class DrawsThere(FedAvg):
+    """Triples the loss of some mini-batches, by a generator in an object of its own."""
+
+    def setup(self):
+        self.own = SimpleNamespace(random=np.random.default_rng(0))
+
+    def local_step(self, step):
+        out = step.forward()
+        factor = 3 if self.own.random.random() < 0.01 else 1  # in none of the first steps, which are compared
+        step.descend({name: factor * value for name, value in step.values(out).items()})
+
+
+class KeepsThere(FedAvg):
+    """Keeps its last embeddings in an object of its own, and sends what they came to."""
+
+    def setup(self):
+        self.own = SimpleNamespace(mean=torch.zeros(self.model.embedding_size))
+        self.register_buffer("mean_z", torch.zeros(self.model.embedding_size))
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.own.mean = step.forward().z.detach().mean(0)
+
+    def on_fit_end(self):
+        self.mean_z.copy_(self.own.mean)
+
+
 class Remembers(FedAvg):
     """Has its last step's embeddings where there was nothing before, and sends as many samples as they are of."""
 
@@ -753,6 +780,8 @@ class Late(FedAvg):
     [
         (CountsHere, "its step changes CountsHere.count"),
         (CountsThere, "its step changes CountsThere.own"),
+        (DrawsThere, "its step changes DrawsThere.own"),
+        (KeepsThere, "its step changes KeepsThere.own"),
         (Remembers, "its step changes Remembers.seen"),
         (RemembersByClass, "its step changes RemembersByClass.seen"),
         (KeepsForTheEnd, "its step changes KeepsForTheEnd.last"),
