@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +109,7 @@ def pack(state: Any) -> tuple[Any, list[Tensor], int]:
         if isinstance(node, Mapping):
             return {key: visit(value) for key, value in node.items()}
         if isinstance(node, (list, tuple)):
-            return type(node)(visit(value) for value in node)
+            return _like(node, [visit(value) for value in node])
         return node
 
     return visit(state), tensors, size
@@ -125,8 +125,13 @@ def unpack(skeleton: Any, buffer: Tensor) -> Any:
     if isinstance(skeleton, Mapping):
         return {key: unpack(value, buffer) for key, value in skeleton.items()}
     if isinstance(skeleton, (list, tuple)):
-        return type(skeleton)(unpack(value, buffer) for value in skeleton)
+        return _like(skeleton, [unpack(value, buffer) for value in skeleton])
     return skeleton
+
+
+def _like(node: Any, values: Sequence[Any]) -> Any:
+    """A list or a tuple, one with names too, of other values."""
+    return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
 
 
 def _buffer(tensors: list[Tensor], device: torch.device) -> Tensor:
