@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
     """
     for index, module in enumerate(modules):
         key = "model" if len(modules) == 1 else f"model.{index}"
-        before, given = _versions(module.method.model), version_of(x)
+        before, given = _states(module.method.model), version_of(x)
         with isolated_streams(0, "inputs"), torch.no_grad(), training(module.method, False):
             try:
                 made = {name: way.scores(Seen(x)) for name, way in module.predictors.items()}
@@ -93,15 +93,31 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
                 _check_scores(module.method, name, scores, len(x))
         what = "changes its inputs in place, which others read after it; begin with a copy"
         require(version_of(x) == given, key, f"{type(module.method.model).__name__} {what}")
-        moved = next((name for name, now in _versions(module.method.model).items() if now != before.get(name)), None)
+        after = _states(module.method.model)
+        moved = next((name for name, now in after.items() if name not in before or before[name].moved(now)), None)
         what = "changes in eval mode, so that every test would train it (as an embedding's max_norm does)"
         require(moved is None, key, f"{type(module.method.model).__name__}'s {moved} {what}")
 
 
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensor stands under a name, and how often it has been changed in place."""
+class _State(NamedTuple):
+    """Which tensor stands under a name, how often it has been written to, and what it held."""
+
+    tensor: Tensor
+    version: int
+    values: Tensor
+
+    def moved(self, now: _State) -> bool:
+        """Whether another one stands there, or other values: torch 2.6 writes an InstanceNorm's back as they are."""
+        if now.tensor is not self.tensor or now.version == self.version:
+            return now.tensor is not self.tensor
+        if not self.values.is_floating_point():
+            return not torch.equal(now.values, self.values)
+        return not torch.allclose(now.values, self.values, rtol=1e-5, atol=0.0, equal_nan=True)
+
+
+def _states(model: nn.Module) -> dict[str, _State]:
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (id(tensor), version_of(tensor)) for name, tensor in named}
+    return {name: _State(own, version_of(own), own.detach().clone()) for name, own in named}
 
 
 def _check_scores(method: Method, name: str, scores: Any, size: int) -> None:

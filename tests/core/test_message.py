@@ -241,6 +241,10 @@ def apples(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "double", refuse)
     with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            torch.arange(2).to(torch.ones(1, device="mps").device, non_blocking=True)
+        except RuntimeError as error:
+            pytest.skip(f"this torch has none, not even one without memory: {error}")
         yield lambda *shape: torch.ones(*shape, device="mps")
 
 
