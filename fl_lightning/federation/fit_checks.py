@@ -93,7 +93,7 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
                 _check_scores(module.method, name, scores, len(x))
         what = "changes its inputs in place, which others read after it; begin with a copy"
         require(version_of(x) == given, key, f"{type(module.method.model).__name__} {what}")
-        after = _states(module.method.model)
+        after = _tensors(module.method.model)
         moved = next((name for name, now in after.items() if name not in before or before[name].moved(now)), None)
         what = "changes in eval mode, so that every test would train it (as an embedding's max_norm does)"
         require(moved is None, key, f"{type(module.method.model).__name__}'s {moved} {what}")
@@ -106,18 +106,21 @@ class _State(NamedTuple):
     version: int
     values: Tensor
 
-    def moved(self, now: _State) -> bool:
+    def moved(self, now: Tensor) -> bool:
         """Whether another one stands there, or other values: torch 2.6 writes an InstanceNorm's back as they are."""
-        if now.tensor is not self.tensor or now.version == self.version:
-            return now.tensor is not self.tensor
-        if not self.values.is_floating_point():
-            return not torch.equal(now.values, self.values)
-        return not torch.allclose(now.values, self.values, rtol=1e-5, atol=0.0, equal_nan=True)
+        if now is not self.tensor or version_of(now) == self.version:
+            return now is not self.tensor
+        if not now.is_floating_point():
+            return not torch.equal(now, self.values)
+        return not torch.allclose(now, self.values, rtol=1e-5, atol=0.0, equal_nan=True)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(), *model.named_buffers()))
 
 
 def _states(model: nn.Module) -> dict[str, _State]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: _State(own, version_of(own), own.detach().clone()) for name, own in named}
+    return {name: _State(own, version_of(own), own.detach().clone()) for name, own in _tensors(model).items()}
 
 
 def _check_scores(method: Method, name: str, scores: Any, size: int) -> None:

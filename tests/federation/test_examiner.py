@@ -691,3 +691,22 @@ def test_a_model_that_a_test_would_train_is_refused(set_up_federation, make_data
         ConfigError, match=rf"^model: WrappedModel's .*{moved} changes in eval mode, so that every test"
     ):
         set_up_federation(lambda: FedAvg(WrappedModel((1, 8, 8), 4, kind(), "head")), data=make_data())
+
+
+class WritesBack(nn.Module):
+    """Writes what it holds where it was, as an InstanceNorm of torch 2.6 does with its statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((3,), 0.1))
+        self.register_buffer("count", torch.ones((), dtype=torch.int64))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        self.mean.copy_(self.mean.expand(7, 3).mean(0))
+        self.count.copy_(self.count.clone())
+        return self.head(x.flatten(1))
+
+
+def test_a_model_that_writes_back_what_it_holds_is_taken(set_up_federation, make_data):
+    set_up_federation(lambda: FedAvg(WrappedModel((1, 8, 8), 4, WritesBack(), "head")), data=make_data())
