@@ -10,18 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.method import (
-    Facts,
-    Message,
-    Method,
-    OwnData,
-    Parts,
-    Predictor,
-    Server,
-    Step,
-    Term,
-    personal_and_global,
-)
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Parts, Predictor, Server, Step, Term
+from fl_lightning.core.personal import personal_and_global
 from fl_lightning.core.precision import widened
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
