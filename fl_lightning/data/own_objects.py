@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class TorchDataset(Dataset):
 
     Inputs are tensors, arrays or PIL images, all of one shape; transforms of the data set are applied once. Mean
     and std are of the whole of `train`: under the split ``holdout``, where clients' test samples are cut out of it,
-    too, they have a share in these.
+    too, they have a share in these. Classes go by the names in its `classes`, as torchvision's sets have them, where
+    these are as many as its labels and no `target_transform` stands between; else by their numbers.
 
     Args:
         train: the official training part, or everything.
@@ -66,7 +67,7 @@ class TorchDataset(Dataset):
         given = [label for part in pairs for _, label in part]
         labels, classes = as_labels(given, "TorchDataset", are_places=names[0] is not None)
         inputs = as_inputs(x, "TorchDataset")
-        return arrays_of(inputs, labels, len(pairs[0]), classes, self.normalize)
+        return arrays_of(inputs, labels, len(pairs[0]), _by_name(classes, parts.values()), self.normalize)
 
     def pictures(self, paths: Sequence[Path], shape: Sequence[int]) -> Tensor | None:
         """By the loader and the transform of `train`, where it is a folder's of torchvision.
@@ -155,6 +156,30 @@ def _class_names(part: Any) -> list[str] | None:
         rule = "data sets in a row must have the same classes: a class is its place there"
         require(first is None or other in (None, first), f"{KEY}.train", rule, ", ".join(other or ()))
     return first
+
+
+def _by_name(classes: tuple[str, ...], parts: Iterable[TorchBase]) -> tuple[str, ...]:
+    """Classes by the names that all parts have for them; by their numbers where those may be of other labels."""
+    said = {_said_names(part) for part in parts}
+    names = said.pop() if len(said) == 1 else ()
+    counted = classes == tuple(map(str, range(len(names))))
+    return names if counted and len(set(names)) == len(names) else classes
+
+
+def _said_names(part: Any) -> tuple[str, ...]:
+    """The names of labels 0, 1 and so on; none where labels are transformed, or come through code of one's own."""
+    if type(part) is Subset:
+        return _said_names(part.dataset)
+    if type(part) is ConcatDataset:
+        inner = {_said_names(own) for own in part.datasets}
+        return inner.pop() if len(inner) == 1 else ()
+    of_inputs = getattr(part, "transform", None)
+    as_they_are = getattr(part, "target_transform", None) is None
+    as_they_are &= of_inputs is not None or getattr(part, "transforms", None) is None  # torchvision's, of both
+    names = getattr(part, "classes", ())
+    listed = isinstance(names, Sequence) and not isinstance(names, str)
+    said = as_they_are and listed and all(isinstance(own, str) and own.strip() for own in names)
+    return tuple(names) if said else ()
 
 
 def _require_same_classes(train: str, names: list[str] | None, others: list[str] | None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from fl_lightning.data import cells
 from fl_lightning.data.arrays import Arrays
@@ -561,7 +561,48 @@ def test_parts_of_a_torch_data_set_whose_classes_have_other_places_are_refused()
         part.classes = names
     with pytest.raises(ConfigError, match=r"test: must have the classes of train, ant, bee, cow, .*got 'ant, cow'"):
         TorchDataset(parts[0], parts[1]).arrays()
-    assert checked(TorchDataset(parts[0], parts[2])).classes == ("0", "1", "2")
+    assert checked(TorchDataset(parts[0], parts[2])).classes == ("ant", "bee", "cow")
+
+
+def named(labels, classes=("ant", "bee", "cow"), **attributes):
+    """A data set of torch's that says what its classes are called."""
+    part = TensorDataset(torch.arange(4.0 * len(labels)).reshape(-1, 4), torch.tensor(labels))
+    vars(part).update(attributes, classes=list(classes))
+    return part
+
+
+@pytest.mark.parametrize(
+    ("parts", "classes"),
+    [
+        ([named([0, 1, 2]), named([1, 1])], ("ant", "bee", "cow")),
+        ([Subset(named([2, 0, 1, 1]), [0, 1, 2])], ("ant", "bee", "cow")),
+        ([ConcatDataset([named([0, 1]), named([2])])], ("ant", "bee", "cow")),
+        ([named([0, 1, 2]), TensorDataset(torch.zeros(2, 4), torch.tensor([0, 1]))], ("0", "1", "2")),
+        ([named([0, 1, 2], target_transform=lambda label: 2 - label)], ("0", "1", "2")),
+        ([named([0, 1, 2], transform=None, transforms=lambda x, label: (x, 2 - label))], ("0", "1", "2")),
+        ([named([0, 1])], ("0", "1")),
+        ([named([0, 1, 2], ["ant", "ant", "bee"])], ("0", "1", "2")),
+        ([named([0, 1], [["ant", "bee"], ["cow"]])], ("0", "1")),
+    ],
+    ids=["two parts", "subset", "a row", "one is silent", "target transform", "of both", "fewer", "twice", "no names"],
+)
+def test_classes_of_a_torch_data_set_go_by_its_names_where_they_are_those_of_its_labels(parts, classes):
+    assert checked(TorchDataset(*parts)).classes == classes
+
+
+def test_names_under_a_data_set_of_ones_own_are_not_those_of_its_labels():
+    """It may have made other classes of them."""
+
+    class Turned(torch.utils.data.Dataset):
+        dataset = named([0, 1, 2])
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return self.dataset[index][0], 2 - self.dataset[index][1]
+
+    assert checked(TorchDataset(Turned())).classes == ("0", "1", "2")
 
 
 def test_torchvisions_data_sets_of_pil_images():
