@@ -381,13 +381,15 @@ class Star(Exchange):
             if owner is not None:
                 checked_state(owner)
         state = checked_state(self.server)
-        return state if self.door is None else {**state, self.door.key: self.door.state_dict()}
+        return state if self.door is None else {"server": state, self.door.key: self.door.state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.server.load_state_dict(state)
-        if self.door is not None:
-            self.door.load_state_dict(state[self.door.key])
+        if self.door is None:
+            self.server.load_state_dict(state)
+            return
+        self.server.load_state_dict(state.get("server", state))  # once they stood in one, and names could clash
+        self.door.load_state_dict(state[self.door.key])
 
 
 def _held(message: Message) -> dict[str, tuple[int, int]]:

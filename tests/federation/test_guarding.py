@@ -182,7 +182,7 @@ def test_server_optimizer_follows_the_rule(run_federation, outcome, assert_ident
     plain = outcome(run_federation(lambda: FedAvg(conv_net()), aggregator=CoordinateMedian()))
     unit = ServerMomentum(momentum=0.0)
     same = outcome(run_federation(lambda: FedAvg(conv_net()), aggregator=CoordinateMedian(), server_optimizer=unit))
-    assert same["exchange"].pop("server_optimizer")
+    assert same["exchange"]["server"].pop("server_optimizer")
     assert_identical(same, plain)
 
 

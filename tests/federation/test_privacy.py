@@ -12,6 +12,7 @@ from tiny_optimizers import adam
 from fl_lightning.core.coding import Coding, clipped, deviations
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.private_mean import CLIPPED, PrivateMean
+from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.accounting import Mechanism, epsilon
 from fl_lightning.federation.callbacks import FederationCallback
@@ -230,6 +231,45 @@ def test_resumes_bit_for_bit(where, kind, assert_resumes, conv_net):
     spent = [row["epsilon"] for row in loop.diary.rows]
     assert spent == sorted(spent)
     assert spent[-1] > 0
+
+
+class Smoothed(Server):
+    """Keeps a running mean of a weight, and takes back nothing but what it has given."""
+
+    hears_mean = True
+    mean = None
+
+    def close_round(self):
+        super().close_round()
+        now = next(iter(self.message.weights.values()))
+        self.mean = now.clone() if self.mean is None else torch.lerp(self.mean, now, 0.5)
+
+    def state_dict(self):
+        return {**super().state_dict(), "mean": self.mean}
+
+    def load_state_dict(self, state):
+        assert state.keys() == {"message", "memories", "mean"}
+        super().load_state_dict(state)
+        self.mean = state["mean"]
+
+
+class Smooth(FedAvg):
+    def make_server(self, initial, facts):
+        return Smoothed(initial)
+
+
+def test_what_a_server_keeps_is_not_taken_for_the_private_means(assert_resumes, mlp):
+    """Its state stood among the server's own, under a name that a server may have, too."""
+    loop = assert_resumes(lambda: Smooth(mlp()), wire=[ClipAndNoise(1.0, 0.3, "server")], rounds=4)
+    assert loop.exchange.server.mean is not None
+
+
+def test_state_in_which_the_servers_and_the_private_means_stand_in_one_is_read(run_federation, assert_identical, mlp):
+    """Checkpoints were written like that once."""
+    loop, other = (run_federation(lambda: FedAvg(mlp()), rounds=own, wire=[ClipAndNoise(1.0, 0.3)]) for own in (2, 1))
+    state = loop.exchange.state_dict()
+    other.exchange.load_state_dict({**state["server"], "mean": state["mean"]})
+    assert_identical(other.exchange.state_dict(), state)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="functions are handed to forked processes")
