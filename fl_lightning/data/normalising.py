@@ -115,7 +115,7 @@ def as_labels(
     require(odd is None, KEY, f"{name}: the label {odd!a} is no text, but half of a letter of UTF-16")
     rule = f"{name}: the labels are {len(names)} different numbers in {len(array)} samples; cut what is measured into"
     require(not _are_measured(array, names), KEY, f"{rule} classes")
-    _require_one_way(names, "classes", name)
+    require_one_way(names, "classes", name)
     if are_places and array.dtype.kind == "i" and len(names) and int(names[0]) < 0:
         rule = f"{name}: sample {int(numbers.argmin())} (from 0) has {names[0]}, which stands for no class; take it out"
         raise ConfigError(KEY, rule)
@@ -177,11 +177,16 @@ _GRADES = 20
 """So many classes may be numbers with a point, as school's grades are, or have a sample each."""
 
 
-def _require_one_way(names: np.ndarray, kind: str, name: str) -> None:
+def require_one_way(names: np.ndarray, kind: str, name: str) -> None:
     """Refuse ``0`` beside ``0.0``, which some programs write of a column of whole numbers in which one was missing.
 
     So are names refused that differ in the spaces around them alone, as behind the commas of some lines of a table, or
     in their Unicode form; a space and an end of line are two letters that a text may go on with.
+
+    Args:
+        names: each once.
+        kind: what they are: ``classes``.
+        name: the data set's.
     """
     known: dict[float, str] = {}
     bare: dict[str, str] = {}
@@ -267,7 +272,7 @@ def as_groups(groups: Any, name: str) -> Groups:
     except (TypeError, ValueError) as error:  # names beside numbers, lists, mappings, arrays
         kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))
         raise ConfigError(KEY, f"{name}: groups must be names or numbers, all of one type; are {kinds}") from error
-    _require_one_way(names, "groups", name)
+    require_one_way(names, "groups", name)
     return Groups(torch.from_numpy(numbers.astype(np.int64)), tuple(str(own) for own in names.tolist()))
 
 

@@ -32,6 +32,7 @@ from fl_lightning.data.normalising import (
     as_labels,
     class_names,
     on_one_scale,
+    require_one_way,
 )
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pickles import read_pickled_npz
@@ -199,6 +200,7 @@ class CSVTable(Dataset):
                 if name not in self.names:
                     require_one_kind(name, cells, places)
                 require_few(name, cells)
+                require_one_way(np.unique(np.array(cells)), f"names under {name!r},", "CSVTable")
         for name in filter(None, (self.label, self.group)):
             require_filled(name, columns[name], nothing_in(columns[name]), places, "take the line out")
         x = np.concatenate([self._feature(name, columns[name]) for name in features], axis=1)

@@ -1376,6 +1376,17 @@ def test_names_that_differ_in_the_spaces_around_them_are_refused(read):
     assert set(read(np.array([" no", " yes", " ", "\n"] * 10), "Set")[1]) == {" no", " yes", " ", "\n"}
 
 
+def test_two_spellings_of_a_name_are_no_two_features(tmp_path):
+    """`Bonn` and, behind a comma and a space, ` Bonn` were; all with a space, as in UCI's tables, are one each."""
+    path = tmp_path / "t.csv"
+    path.write_text("age,city,y\n20,Bonn,a\n30, Bonn,b\n40,Rome,a\n50,Rome,b\n")
+    said = r"CSVTable: the names under 'city', ' Bonn' and 'Bonn' are one but for spaces; write it in one way"
+    with pytest.raises(ConfigError, match=said):
+        CSVTable(str(path), "y").arrays()
+    path.write_text("age,city,y\n20, Bonn,a\n30, Bonn,b\n40, Rome,a\n50, Rome,b\n")
+    assert CSVTable(str(path), "y").arrays().x.shape == (4, 3)
+
+
 def test_groups_of_bytes_are_called_what_the_bytes_say():
     assert as_groups(np.array([b"eve", b"bob", b"eve"]), "Set").names == ("bob", "eve")
 
