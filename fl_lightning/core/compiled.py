@@ -22,6 +22,7 @@ from fl_lightning.core.forward import Forward
 from fl_lightning.core.method import Method
 from fl_lightning.core.precision import widened
 from fl_lightning.core.step import Bench, Step
+from fl_lightning.core.written import refill
 from fl_lightning.models.own_training import OwnTraining
 
 CLOSE = 1e-3
@@ -171,12 +172,4 @@ def _undone(method: Method, device: torch.device) -> Iterator[None]:
                 for buffer, before in buffers:
                     buffer.copy_(before)
             for home, were in (*attributes, *held):
-                _put_back(home, were)
-
-
-def _put_back(home: Any, were: Any) -> None:
-    """Let a container hold what it held; one that does is not written to, for which compiled code looks."""
-    own, before = ([*each, *each.values()] if isinstance(each, dict) else list(each) for each in (home, were))
-    if list(map(id, own)) != list(map(id, before)):
-        home.clear()
-        (home.extend if isinstance(home, list) else home.update)(were)
+                refill(home, were)

@@ -13,6 +13,7 @@ from fl_lightning.core.loose import OF_METHODS
 from fl_lightning.core.mark import stand_in
 from fl_lightning.core.reads import Unrecordable
 from fl_lightning.core.rows import Layout
+from fl_lightning.core.written import Filled
 
 
 class Held(NamedTuple):
@@ -51,6 +52,8 @@ def held(attributes: Sequence[Mapping[str, Any]], layout: Layout, own: Collectio
     numbers, found = layout.numbers(), dict[int, Tensor]()
 
     def key_of(value: Any, name: str) -> Hashable:
+        if isinstance(value, Filled):
+            return key_of(value.held, name)
         if isinstance(value, Tensor) and id(value) not in numbers:
             if value.requires_grad:
                 raise Unrecordable(f"{name} is a tensor that has a gradient")
@@ -82,6 +85,8 @@ def _with(value: Any, others: Mapping[int, Tensor]) -> Any:
     """A value with other tensors; the very value where it holds none of them."""
     if isinstance(value, Tensor):
         return others.get(id(value), value)
+    if isinstance(value, Filled):
+        return Filled(value.value, _with(value.held, others))
     if not _is_rebuilt(value):
         return value
     if isinstance(value, dict):

@@ -27,7 +27,7 @@ from fl_lightning.core.of_classes import OfClass, of_classes
 from fl_lightning.core.reads import address, flat
 from fl_lightning.core.rows import Alias, Layout
 from fl_lightning.core.telling import told_in
-from fl_lightning.core.written import Contents, beneath, is_constant, of_layer
+from fl_lightning.core.written import Contents, Filled, beneath, is_constant, of_layer
 
 OF_METHODS = frozenset({"facts", "fit", "_division"})
 """What the machine sets; a stacked step is told of it otherwise."""
@@ -166,9 +166,9 @@ class Attributes:
                 parameter.requires_grad_(own)
 
     def taken(self) -> list[dict[str, Any]]:
-        """The attributes, so that `restore` can bring them back; containers are copied."""
+        """The attributes, so that `restore` can bring them back; of containers what they hold, too."""
         return [
-            {key: _copied(value) for key, value in vars(module).items() if key not in OF_MODULES}
+            {key: _filled(value) for key, value in vars(module).items() if key not in OF_MODULES}
             for _, module in self._named
         ]
 
@@ -188,8 +188,8 @@ class Attributes:
             there = vars(module)
             for key in [key for key in there if key not in OF_MODULES and key not in own]:
                 del there[key]
-            there.update(own)
+            there.update((key, value.again() if isinstance(value, Filled) else value) for key, value in own.items())
 
 
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+def _filled(value: Any) -> Any:
+    return Filled(value, copy.copy(value)) if isinstance(value, (list, dict, set)) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,6 +30,32 @@ class Contents(NamedTuple):
 
     objects: Mapping[str, tuple[Any, Hashable]] = MappingProxyType({})
     layers: Sequence[Layer] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """A list, mapping or set as it was: who else holds the very one finds in it what is brought back.
+
+    Args:
+        value: the very one.
+        held: a copy.
+    """
+
+    value: Any
+    held: Any
+
+    def again(self) -> Any:
+        """The very one, which holds what it held."""
+        refill(self.value, self.held)
+        return self.value
+
+
+def refill(home: Any, were: Any) -> None:
+    """Let a list, mapping or set hold what it held; one that does is not written to, for which compiled code looks."""
+    own, before = ([*each, *each.values()] if isinstance(each, dict) else list(each) for each in (home, were))
+    if list(map(id, own)) != list(map(id, before)):
+        home.clear()
+        (home.extend if isinstance(home, list) else home.update)(were)
 
 
 def beneath(value: Any) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,6 +115,34 @@ class Holding(FedAvg):
         step.descend({name: value * HOLDERS[self.way][2](self) for name, value in values.items()})
 
 
+SHARERS = {
+    "network": (lambda m: setattr(m.model.body, "also", m.rates), lambda m: m.model.body.also),
+    "layer": (lambda m: setattr(m.model.head, "also", m.rates), lambda m: m.model.head.also),
+    "list": (lambda m: setattr(m, "also", [m.rates]), lambda m: m.also[0]),
+    "function": (lambda m: setattr(m, "also", partial(dict, m.rates)), lambda m: m.also.args[0]),
+}
+"""Who holds the very mapping of the method, too, and how it is read there."""
+
+
+class Sharing(FedAvg):
+    """Weighs its loss by the round, which a receive writes into a mapping that somebody else holds, too."""
+
+    with_whom = "network"
+
+    def setup(self):
+        super().setup()
+        self.rates = {"now": 1.0}
+        SHARERS[self.with_whom][0](self)
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.rates["now"] = 1.0 / self.facts.round
+
+    def local_step(self, step):
+        values, rate = step.values(step.forward()), SHARERS[self.with_whom][1](self)["now"]
+        step.descend({name: value * rate for name, value in values.items()})
+
+
 class Ending(FedAvg):
     """Sends nothing of a fit but how many clients have ended theirs since its last receive."""
 
@@ -193,6 +222,13 @@ def test_what_a_receive_writes_in_place_is_nobody_elses(way, options, same, mlp,
     said = capsys.readouterr().err
     assert said.count("set it anew, or keep it in a buffer") == ("cohort" in options)
     assert (loop.cohort.reason == "") is ("graph" in options)  # one after another nobody needs it any more
+
+
+@pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}, {"graph": "auto"}], ids=str)
+@pytest.mark.parametrize("whom", SHARERS)
+def test_what_two_hold_stays_one(whom, options, same, mlp):
+    kind = type("Sharing", (Sharing,), {"with_whom": whom})
+    assert same(lambda: kind(mlp()), **options).cohort.reason == ""
 
 
 @pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}], ids=str)
