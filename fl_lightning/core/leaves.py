@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ MOST_BYTES, MOST_LEAVES = 2**20, 2000
 
 def leaves(value: Any, own: Collection[int] = ()) -> dict[str, Hashable]:
     """What an object is, by the way to it: numbers, words, sizes; of large tensors only what they look like.
+
+    An iterator that does not show how far it has come is never the same.
 
     Args:
         value: the object.
@@ -72,6 +74,8 @@ def _take(value: Any, way: str, found: dict[str, Hashable], known: set[int], own
         found[way] = "tensor", value.dtype, tuple(value.shape), numbers
     elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= MOST_BYTES:
         found[way] = "array", value.dtype.str, value.shape, value.tobytes()
+    elif isinstance(value, bytearray):
+        found[way] = "bytes", bytes(value)
     elif (state := mark_of_generator(value)) is not None:
         found[way] = type(value).__name__, state
     elif isinstance(value, nn.Module) and (id(value) in own or id(value) in known):
@@ -126,7 +130,12 @@ def _look_into(
                 break
             take(own, f"{way}.{key}", found, known, apart)
     else:
-        found[way] = type(value).__name__, id(value)
+        found[way] = type(value).__name__, object() if take is _take and is_blind(value) else id(value)
+
+
+def is_blind(value: Any) -> bool:
+    """Whether a value is an iterator that does not show how far it has come."""
+    return isinstance(value, Iterator) and inside(value) is None
 
 
 def _loose(module: nn.Module) -> dict[str, Any]:

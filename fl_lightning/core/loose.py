@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_lightning.core.leaves import MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, SIMPLE, leaves, sums, tensors_of
-from fl_lightning.core.mark import Mark, stand_in
+from fl_lightning.core.mark import Mark, stand_in, without_tensors, written_to
 from fl_lightning.core.of_classes import OfClass, of_classes
 from fl_lightning.core.reads import address, flat
 from fl_lightning.core.rows import Alias, Layout
@@ -107,13 +107,29 @@ class Attributes:
                 found += [tuple(leaves(hook, self.own).items()) for hook in hooks]
         return tuple(found)
 
-    def objects(self) -> dict[tuple[str, str], tuple[dict[str, Hashable], dict[str, Tensor]]]:
-        """What attributes that are objects of somebody's own come to, and their tensors, by module and attribute."""
+    def objects(self) -> dict[tuple[str, str], tuple[dict[str, Hashable], dict[str, tuple[Tensor, int]]]]:
+        """What attributes that are objects of somebody's own come to, and their tensors, by module and attribute.
+
+        How often a tensor was written to is left out where it is the model's, which holds one client and another.
+        """
+        memory = functools.cache(self._memory)
         return {
-            (name, key): (leaves(value, self.own), tensors_of(value))
+            (name, key): (
+                leaves(value, self.own),
+                {way: (own, written_to(own, memory)) for way, own in tensors_of(value).items()},
+            )
             for name, key, value in self._own()
             if type(value) not in SIMPLE and not isinstance(value, (Tensor, *PLAIN))
         }
+
+    def of_layers(self) -> list[tuple[str, Any]]:
+        """What torch's own layers have beside their tensors, by its names there, which steps may set or write into."""
+        own = ((key, value) for layer in self._layers for key, value in vars(layer).items() if key not in OF_LAYERS)
+        return [
+            (key, value if type(value) in SIMPLE else without_tensors(leaves(value, self.own)))
+            for key, value in own
+            if not isinstance(value, (Tensor, tuple))
+        ]
 
     def of_classes(self) -> list[OfClass]:
         """What the modules' classes hold for all clients alike, which steps may write into."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.leaves import PLAIN
+from fl_lightning.core.leaves import PLAIN, is_blind
+from fl_lightning.core.message import version_of
 from fl_lightning.core.reads import address
 from fl_lightning.core.rows import Unstackable
 
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_InObject = tuple[Mapping[str, Any], Mapping[str, Tensor]]
-"""What an object comes to, and its tensors, by the ways to them."""
+_InObject = tuple[Mapping[str, Any], Mapping[str, tuple[Tensor, int]]]
+"""What an object comes to, and its tensors and how often they were written to, by the ways to them."""
 
 
 class Mark(NamedTuple):
@@ -50,7 +52,7 @@ def stand_in(
         memory: gives addresses of theirs, which nothing else may show.
 
     Raises:
-        Unstackable: if it draws random numbers, or shows such memory.
+        Unstackable: if it draws random numbers, is an iterator, or shows such memory.
     """
     if isinstance(value, PLAIN):
         return value
@@ -65,7 +67,14 @@ def stand_in(
         return "mapping", tuple((str(key), stand_in(own, name, numbers, memory)) for key, own in value.items())
     if isinstance(value, _RANDOM):
         raise Unstackable(f"{name} draws random numbers of its own")
+    if is_blind(value):
+        raise Unstackable(f"{name} is an iterator")
     return type(value).__name__, id(value)
+
+
+def written_to(tensor: Tensor, memory: Callable[[], Collection[int]]) -> int:
+    """How often a tensor was written to; 0 where it shows memory of a parameter or buffer, or has none."""
+    return version_of(tensor) if _has_memory(tensor) and address(tensor) not in memory() else 0
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -104,18 +113,28 @@ def changed(before: Mark, after: Mark, is_read: Callable[[str, str], bool]) -> s
 def changed_object(before: Mapping[Any, _InObject], after: Mapping[Any, _InObject]) -> str:
     """The name of an attribute whose object has other numbers, or tensors, in it than before; empty for none.
 
-    What is in a tensor is left out: it may be the model's, which holds one client and another.
-
     Args:
         before: what `Attributes.objects` gave.
         after: what it gives now.
     """
     for name, (own, tensors) in before.items():
         now, others = after.get(name, ({}, {}))
-        anew = any(others.get(way, tensor) is not tensor for way, tensor in tensors.items())
-        if anew or any(way in now and now[way] != value for way, value in own.items() if value[0] != "tensor"):
+        pairs = ((each, others.get(way, each)) for way, each in tensors.items())
+        anew = any(one is not other or written != later for (one, written), (other, later) in pairs)
+        if anew or any(way in now and now[way] != value for way, value in without_tensors(own).items()):
             return ".".join(name)
     return ""
+
+
+def without_tensors(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """What an object comes to but for its tensors: their numbers may be the model's, of one client and another."""
+    return {way: value for way, value in leaves.items() if value[0] != "tensor"}
+
+
+def set_on_layer(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> str:
+    """What says which of what torch's own layers have is another one; empty where none is."""
+    pairs = itertools.zip_longest(before, after, fillvalue=("", None))
+    return next((f"{one[0] or other[0]} of one of torch's layers" for one, other in pairs if one != other), "")
 
 
 def _without_ids(stand_in: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from fl_lightning.core.division import matches
 from fl_lightning.core.handover import begin_fit
 from fl_lightning.core.loose import Attributes
-from fl_lightning.core.mark import changed, changed_object, difference
+from fl_lightning.core.mark import changed, changed_object, difference, set_on_layer
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.nobody import in_a_round
@@ -348,13 +348,13 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     if fit.draws:
         set_stream_states(first.streams)
     taken, before, objects = attributes.taken(), attributes.mark(), attributes.objects()
-    of_classes = attributes.of_classes()
+    of_classes, of_layers = attributes.of_classes(), attributes.of_layers()
     device = fit.layout.device
 
     def changes() -> str:
         after = attributes.mark()._replace(modes=before.modes, free=before.free)  # a phase's own, while it runs
         own = changed(before, after, attributes.is_read) or changed_object(objects, attributes.objects())
-        return own or written_into(of_classes)
+        return own or written_into(of_classes) or set_on_layer(of_layers, attributes.of_layers())
 
     fit.changes = changes
     streams = stream_states(device)

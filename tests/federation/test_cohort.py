@@ -640,6 +640,73 @@ class KeepsThere(FedAvg):
         self.mean_z.copy_(self.own.mean)
 
 
+class WritesThere(FedAvg):
+    """Lets a tensor in an object of its own fall from step to step."""
+
+    def setup(self):
+        self.own = SimpleNamespace(rate=torch.ones(1))
+
+    def local_step(self, step):
+        values = step.values(step.forward())
+        step.descend({name: value * self.own.rate.sum() for name, value in values.items()})
+        self.own.rate.mul_(0.999)
+
+
+class SetsOnALayer(FedAvg):
+    """Lets a number of one of torch's layers fall from step to step."""
+
+    def setup(self):
+        self.model.body.neck.append(nn.Softplus())
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.model.body.neck[-1].beta *= 0.999
+
+
+class SetsBelowALayer(SetsOnALayer):
+    """The same of a number in a mapping that such a layer has."""
+
+    def setup(self):
+        self.model.head.rates = {"rate": 1.0}
+
+    def local_step(self, step):
+        FedAvg.local_step(self, step)
+        self.model.head.rates["rate"] *= 0.999
+
+
+class Iterates(FedAvg):
+    """Has a number for each step."""
+
+    def setup(self):
+        self.rates = (0.999**step for step in range(1000))
+
+    def local_step(self, step):
+        values, rate = step.values(step.forward()), next(self.rates)
+        step.descend({name: value * rate for name, value in values.items()})
+
+
+class IteratesThere(FedAvg):
+    """The same in an object of its own."""
+
+    def setup(self):
+        self.own = SimpleNamespace(rates=iter([0.999**step for step in range(1000)]))
+
+    def local_step(self, step):
+        values, rate = step.values(step.forward()), next(self.own.rates)
+        step.descend({name: value * rate for name, value in values.items()})
+
+
+class CountsInBytes(FedAvg):
+    """Counts steps in bytes."""
+
+    def setup(self):
+        self.count = bytearray(1)
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.count[0] += 1
+
+
 class Remembers(FedAvg):
     """Has its last step's embeddings where there was nothing before, and sends as many samples as they are of."""
 
@@ -782,6 +849,12 @@ class Late(FedAvg):
         (CountsThere, "its step changes CountsThere.own"),
         (DrawsThere, "its step changes DrawsThere.own"),
         (KeepsThere, "its step changes KeepsThere.own"),
+        (WritesThere, "its step changes WritesThere.own"),
+        (SetsOnALayer, "its step changes beta of one of torch's layers"),
+        (SetsBelowALayer, "its step changes rates of one of torch's layers"),
+        (Iterates, "Iterates.rates is an iterator"),
+        (IteratesThere, "its step changes IteratesThere.own"),
+        (CountsInBytes, "its step changes CountsInBytes.count"),
         (Remembers, "its step changes Remembers.seen"),
         (RemembersByClass, "its step changes RemembersByClass.seen"),
         (KeepsForTheEnd, "its step changes KeepsForTheEnd.last"),
