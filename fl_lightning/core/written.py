@@ -9,12 +9,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-from torch import Tensor
-
 from fl_lightning.core.leaves import OF_LAYERS, PLAIN, SIMPLE, leaves, sums
 
-_DULL = SIMPLE | {tuple, list, dict}
+_DULL = SIMPLE | {tuple}
 _NOTHING: Mapping[str, Hashable] = MappingProxyType({})
 Layer = tuple[tuple[str, ...], tuple[Any, ...], Mapping[str, Hashable]]
 """Names and values of what one of torch's own layers has, and what of it can be written into comes to."""
@@ -79,10 +76,9 @@ def is_constant(value: Any) -> bool:
 
 
 def of_layer(attributes: Mapping[str, Any], passed: Collection[int]) -> Layer:
-    """What a layer of torch's has, with what is in the tensors and arrays that somebody has set on it."""
+    """What a layer of torch's has, with what is in the objects that somebody has set on it."""
     keys = tuple(attributes)
-    own = [(key, attributes[key]) for key in _loose(keys)]
-    names = [key for key, value in own if type(value) not in _DULL and isinstance(value, (Tensor, np.ndarray))]
+    names = [key for key in _loose(keys) if type(attributes[key]) not in _DULL]
     if not names:
         return keys, tuple(attributes.values()), _NOTHING
     held = {key: tuple(sums(attributes[key], passed).items()) for key in names}

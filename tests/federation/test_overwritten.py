@@ -32,6 +32,14 @@ def _set_mask(method, value):
     method.model.head.held = mask
 
 
+def _write_into_layer(method, value):
+    vars(method.model.head).setdefault("held", {})["this"] = value
+
+
+def _set_below_layer(method, value):
+    vars(method.model.head).setdefault("held", SimpleNamespace()).this = value
+
+
 class Scales(nn.Module):
     """Has a number and no tensor."""
 
@@ -86,6 +94,8 @@ HOLDERS = {
     ),
     "layer": (lambda: None, _set_layer, lambda m: m.model.head.held),
     "large tensor of a layer": (lambda: None, _set_mask, lambda m: m.model.head.held[20, 20]),
+    "mapping of a layer": (lambda: None, _write_into_layer, lambda m: m.model.head.held["this"]),
+    "object of a layer": (lambda: None, _set_below_layer, lambda m: m.model.head.held.this),
     "number of a layer in a list": (
         lambda: [nn.Sequential(_scales())],
         lambda m, v: setattr(m.held[0][0], "rate", v),
