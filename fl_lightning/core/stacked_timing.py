@@ -70,18 +70,21 @@ def measured(
     passes = []
     for _ in range(PASSES):
         stamps.clear()
-        make(rows.clone(), some).run(lambda phase: False)
+        fit = make(rows.clone(), some)
+        fit.run(lambda phase: False)
         first = [stamps[epoch] for epoch in (0, *ends[:-1])]
         passes.append(sum(min(b - a for a, b in itertools.pairwise(own)) for own in first))
     stacked = min(passes) / len(entered)
     rows.load(0)
-    return Timing(_alone(module, entered, epoch), stacked)
+    return Timing(_alone(module, fit, epoch), stacked)
 
 
-def _alone(module: ClientModule, entered: Sequence[Entered], epoch: Epoch) -> float:
+def _alone(module: ClientModule, fit: StackedFit, epoch: Epoch) -> float:
     """The fastest of a few steps of the first client, in all phases together."""
-    method, templates, total = module.method, iter(entered[0].templates), 0.0
-    machine = Machine(module.device.type, None, None, lambda loss, **options: loss.backward(**options))
+    method, entered, total = module.method, fit.entered, 0.0
+    templates = iter(entered[0].templates)
+    machine = Machine(module.device.type, fit.plugin, None, lambda loss, **options: loss.backward(**options))
+    machine.careful = None  # it scales nothing where clients are stacked, and knows Lightning's optimizers alone
     weights = method.term_weights()
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     assert module.settings is not None, "`settings` is set by the runner"
@@ -94,7 +97,8 @@ def _alone(module: ClientModule, entered: Sequence[Entered], epoch: Epoch) -> fl
             bench = Bench.of(method, machine, batch_norms(method), planned.phase, weights, descent)
             batches = next(iter(epoch(0, [None] * len(entered))))
             step = Step(bench, Part.whole(batches.x[0], batches.y[0]))
-            total += min(_timed(module, step.take) for _ in range(STEPS * PASSES))
+            with fit.context():
+                total += min(_timed(module, step.take) for _ in range(STEPS * PASSES))
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)

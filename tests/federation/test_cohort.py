@@ -15,7 +15,7 @@ from every_method import METHODS
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from fl_lightning.core import stacked_optimizers
+from fl_lightning.core import stacked_optimizers, stacked_timing
 from fl_lightning.core.facts import Phase
 from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.rows import Unstackable
@@ -945,6 +945,37 @@ class Idle(FedAvg):
 def test_a_step_that_trains_nothing_is_refused_stacked_as_alone(cohort, run_federation, mlp):
     with pytest.raises(ConfigError, match=r"Idle\.local_step\(\) trains nothing"):
         run_federation(lambda: Idle(mlp()), 1, cohort=cohort)
+
+
+NARROW = []
+
+
+class Passes(nn.Module):
+    """Takes down whether passes are made under mixed precision."""
+
+    def forward(self, x):
+        NARROW.append(torch.is_autocast_enabled("cpu"))
+        return x
+
+
+def test_auto_times_the_lone_step_under_mixed_precision_as_it_is_made(run_federation, mlp, monkeypatch):
+    timed, found = stacked_timing._timed, []
+
+    def times(module, call):
+        NARROW.clear()
+        seconds = timed(module, call)
+        found.extend(NARROW)
+        return seconds
+
+    def make():
+        method = FedAvg(mlp())
+        method.model.body.neck.append(Passes())
+        return method
+
+    monkeypatch.setattr(stacked_timing, "_timed", times)
+    run_federation(make, 1, cohort="auto", trainer={"precision": "bf16-mixed"})
+    assert found
+    assert all(found)
 
 
 class TwoKinds(FedNova):
