@@ -65,6 +65,8 @@ def stand_in(
         return type(value).__name__, tuple(stand_in(own, name, numbers, memory) for own in value)
     if isinstance(value, Mapping):
         return "mapping", tuple((str(key), stand_in(own, name, numbers, memory)) for key, own in value.items())
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, frozenset(stand_in(own, name, numbers, memory) for own in value)
     if isinstance(value, _RANDOM):
         raise Unstackable(f"{name} draws random numbers of its own")
     if is_blind(value):

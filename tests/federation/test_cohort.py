@@ -831,6 +831,22 @@ class HasTheLastByClass(HasTheLast):
         self.by_class["last"] = z
 
 
+class WritesASet(FedAvg):
+    """Weighs its loss by the classes that it has, which it keeps in one set."""
+
+    def setup(self):
+        self.own = set()
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.own.clear()
+        self.own.update(data.class_counts.nonzero().flatten().tolist())
+
+    def local_step(self, step):
+        values = step.values(step.forward())
+        step.descend({name: value * sum(self.own) for name, value in values.items()})
+
+
 class Late(FedAvg):
     """Has a buffer from its first receive on."""
 
@@ -864,6 +880,7 @@ class Late(FedAvg):
         (HasACentre, "its step changes model.body.neck.2.centre"),
         (HasTheLast, "its step changes HasTheLast.last"),  # where the second step reads a tensor of the first's `vmap`
         (HasTheLastByClass, "its step changes HasTheLastByClass.by_class"),
+        (WritesASet, "its clients differ in WritesASet.own"),
         (Late, "it gets buffers in a round, which it must have from the beginning"),
     ],
 )
