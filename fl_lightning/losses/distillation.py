@@ -211,7 +211,8 @@ class FeatureDistillation(Term):
         self.inline = distillation.attention == "inline"
         self.preact = distillation.tap == "preact"
         if distillation.parameters == "shared":
-            self.shared = ("cbam", "attention_fusion", "feature_fusion")  # type: ignore[misc]
+            fused = ("feature_fusion",) if distillation.feature_target == "fused" else ()
+            self.shared = ("cbam", "attention_fusion", *fused)  # type: ignore[misc]
         self._taught = False
 
     has_teacher: Tensor  # bool, whether the client has finished a local fit

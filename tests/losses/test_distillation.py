@@ -207,6 +207,15 @@ def test_tied_fusion_has_one_set_of_convolutions():
     assert count_parameters(own) - count_parameters(tied) == count_parameters(own.feature_fusion)
 
 
+@pytest.mark.parametrize(
+    "options", [{"feature_target": "raw"}, {"tie_fusion": True}, {"attention": "inline"}, {}], ids=str
+)
+def test_all_that_is_trained_travels_where_it_is_shared(options):
+    client = make_client(parameters="shared", **options)
+    own = {name for name, parameter in client.method.named_parameters() if parameter.requires_grad}
+    assert own <= set(client.division.shared)
+
+
 @pytest.mark.parametrize("tap", ["block", "preact"])
 @pytest.mark.parametrize("attention", ["side", "inline"])
 def test_taps_and_attention_change_only_what_they_say(tap, attention):
