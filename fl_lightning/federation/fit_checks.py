@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Phase
+from fl_lightning.core.finetuning import NAME
 from fl_lightning.core.freezing import training
 from fl_lightning.core.message import version_of
 from fl_lightning.core.method import Method, Seen
@@ -29,12 +31,16 @@ from fl_lightning.federation.trainers import most_batches, tries_out
 from fl_lightning.federation.workloads import Draw, cuts_epochs, workload_of
 from fl_lightning.models.own_training import trained_by
 from fl_lightning.models.split import SplitModel
+from fl_lightning.report.columns import SPREADS
 from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:
     import lightning as L
 
     from fl_lightning.data.module import FederatedData
+
+_OF_OTHERS = re.compile(rf"_received|(?:{'|'.join(SPREADS)})$|^{NAME}$")
+"""What of a way's name would be read as what a column is of."""
 
 
 def check_interfaces(modules: Sequence[ClientModule], architecture: np.ndarray) -> None:
@@ -49,6 +55,21 @@ def check_interfaces(modules: Sequence[ClientModule], architecture: np.ndarray) 
                 where = f"{shapes[0]} at client {clients[0]} and {shapes[1]} at client {clients[1]}"
                 who = f"{type(module.method).__name__} exchanges {name!r}"
                 raise ConfigError("model", f"{who}, which must have one shape everywhere, but is {where}")
+
+
+def check_ways(modules: Sequence[ClientModule]) -> None:
+    """Refuse ways to predict whose columns would bear the names of others.
+
+    ``Local-T/vote_weighted`` is the mean of `vote`'s figures weighed by samples, ``Local-T/fine_tuned`` fine-tuning's.
+    """
+    for module in modules:
+        for name in module.method.predictors():
+            who = f"{type(module.method).__name__}'s predictor {name!r}"
+            plain = isinstance(name, str) and re.fullmatch(r"[\w.-]*", name) is not None
+            require(plain, "method", f"{who} must be named by letters, digits and _ . - alone, as its columns are")
+            taken = _OF_OTHERS.search(name)
+            rule = f"{who} must have another name: {taken and taken[0]!r} in a column's says something else"
+            require(taken is None, "method", rule)
 
 
 def check_workload(settings: Federation, flags: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError, place_of
 from fl_lightning.federation.alike import make_alike
 from fl_lightning.federation.clients import State
-from fl_lightning.federation.fit_checks import check_fits, check_interfaces, check_whole_epochs
+from fl_lightning.federation.fit_checks import check_fits, check_interfaces, check_ways, check_whole_epochs
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import OF_VIEWS
 from fl_lightning.models.split import SplitModel
@@ -65,6 +65,7 @@ class Residents:
         """Whether images are laid out so."""
         self._look_for_views()
         check_interfaces(self.modules, architecture)
+        check_ways(self.modules)
         make_alike(self.modules)
         check_whole_epochs(self.modules, settings)
         self.kept = [_copy(module, module.division.kept) for module in self.modules]

@@ -12,7 +12,7 @@ import torch
 from fl_lightning.core.meter import loss_column
 from fl_lightning.federation.evaluation import Scores
 from fl_lightning.federation.fairness import hurt, spread
-from fl_lightning.report.columns import HURT, LOG, spreads_of
+from fl_lightning.report.columns import HURT, LOG, is_validated, spreads_of
 
 
 class ScoreBoard:
@@ -127,7 +127,7 @@ class ScoreBoard:
             others: the other columns of the same moment; None takes the present ones.
         """
         founders, later = self._founders, self._later
-        num_samples, wanted = self.samples["V" if "-V" in name else "T"], spreads_of(name)
+        num_samples, wanted = self.samples["V" if is_validated(name) else "T"], spreads_of(name)
         num_samples, alone = (own[self.clients] if self.follows else own for own in (num_samples, self.alone))
         found = spread(values[founders], num_samples[founders])
         figures = {name + suffix: value for suffix, value in found.items() if suffix in wanted}

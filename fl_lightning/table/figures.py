@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fl_lightning.files import content_of, plain_json
+from fl_lightning.report.columns import is_validated
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.record import watched_by
 from fl_lightning.report.recorded_run import counting_rows
@@ -202,7 +203,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     else:
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
     weighted = figure.column.endswith("_weighted")
-    sizes = _validation_sizes(run) if weighted and "-V" in figure.column else {}
+    sizes = _validation_sizes(run) if weighted and is_validated(figure.column) else {}
     by_round: dict[int, list[tuple[int, float, float]]] = {}
     for row in counting_rows(run.folder, run.config):
         if row["round"] in chosen and is_number(row.get(figure.of_clients)):

@@ -75,6 +75,13 @@ def by_scores(scores):
             "predictor 'a' gives 'Local-X', which is no headline figure; choose from Local-T, Gl",
         ),
         (
+            by_ways(vote=("Local-T",), vote_weighted=()),
+            "predictor 'vote_weighted' must have another name: '_weighted' in a column's says something else",
+        ),
+        (by_ways(now=("Local-T",), as_received=()), "predictor 'as_received' must have another name: '_received' in"),
+        (by_ways(fine_tuned=("Local-T",)), "predictor 'fine_tuned' must have another name"),
+        (by_ways(**{"a,b": ("Local-T",)}), "predictor 'a,b' must be named by letters, digits and _ . - alone"),
+        (
             own(is_shared=lambda self, name, module: self.facts.round % 2 == 0 or "body" in name),
             r"Own\.is_shared\(\) asks for facts\.round, and is asked once, for all rounds and clients: what only",
         ),

@@ -6,6 +6,7 @@ import torch
 
 from fl_lightning.core.method import Method, Predictor, Seen
 from fl_lightning.federation.fairness import spread
+from fl_lightning.federation.scores import ScoreBoard
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
@@ -312,3 +313,9 @@ def test_final_received_is_one_more_receive_without_a_fit(mlp, make_client, run_
     assert loop.final["Local-T_received"] == pytest.approx(np.mean(values))
     longer = run_federation(lambda: FedRep(mlp()), rounds=3)
     assert loop.final["Local-T_received"] == longer.diary.rows[2]["Local-T_received"]
+
+
+def test_a_way_that_is_called_like_validation_parts_is_weighed_by_test_samples():
+    samples = {"T": np.array([1, 3]), "V": np.array([1, 1])}
+    spread = ScoreBoard([], samples).spread("Local-T/cls-V", np.array([0.0, 1.0]))
+    assert spread["Local-T/cls-V_weighted"] == 0.75
