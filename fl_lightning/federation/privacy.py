@@ -161,17 +161,20 @@ class Account:
         self._round = 0
         self._taken: Counter[int] = Counter()
 
+    @property
+    def sensitivity(self) -> int:
+        """How many C neighbours are apart: a client more or less is one, two messages of a client may be two."""
+        return 1 if self.settings.where == "server" else 2
+
     def mechanism(self, round: int) -> Mechanism:
         """What the client that is worst off has been through after so many rounds.
 
-        Where taking part is no secret it is the client that took part the most often. At a client's own noise two
-        messages may be 2 C apart.
+        Where taking part is no secret it is the client that took part the most often.
         """
         own = self.settings
         sampled = self.calendar.samples_independently and own.where == "server"
-        multiplier = own.noise_multiplier if own.where == "server" else own.noise_multiplier / 2
         return Mechanism(
-            multiplier,
+            own.noise_multiplier / self.sensitivity,
             self.calendar.settings.participation if sampled else 1.0,
             round if sampled else self._most_often(round),
         )
@@ -197,7 +200,8 @@ class Account:
             "delta": own.delta,
             "where": own.where,
             "neighbours": "one client more or less" if own.where == "server" else "any other data of one client",
-            "noise_multiplier": mechanism.noise_multiplier,
+            "noise_multiplier": own.noise_multiplier,
+            "sensitivity": self.sensitivity,
             "sampling_rate": mechanism.sampling_rate,
             "times": mechanism.times,
             "accountant": own.accountant,

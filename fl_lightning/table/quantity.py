@@ -41,7 +41,7 @@ ENTRIES = (
     "evaluated_rounds",
     "clients",
     "participants_per_round",
-    *(f"privacy.{name}" for name in ("epsilon", "delta", "noise_multiplier", "sampling_rate", "times")),
+    *(f"privacy.{name}" for name in ("epsilon", "delta", "noise_multiplier", "sensitivity", "sampling_rate", "times")),
     *(
         f"record_privacy.{name}"
         for name in ("epsilon", "delta", "noise_multiplier", "max_grad_norm", "client", "sampling_rate", "steps")

@@ -446,6 +446,8 @@ def test_noise_of_clients_is_worth_half_and_gains_nothing_from_sampling(set_up_f
     _, own = account(set_up_federation, mlp, ClipAndNoise(1.0, 2.0, "client"), participation=0.5, sampling="poisson")
     mechanism = own.mechanism(6)
     assert (mechanism.noise_multiplier, mechanism.sampling_rate) == (1.0, 1.0)
+    said = own.summary(6)
+    assert (said["noise_multiplier"], said["sensitivity"]) == (2.0, 2)  # as it was configured, and what it counts for
 
 
 def test_summary_says_what_epsilon_is_of(set_up_federation, mlp):
