@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.errors import ConfigError, require, require_choices, suggest
 from fl_lightning.report.columns import is_score, less_is_better, validated
-from fl_lightning.report.record import WATCHED
+from fl_lightning.report.record import WATCHED, num_evaluated
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
@@ -89,7 +89,7 @@ class Patience:
     def replay(self, rows: Iterable[Mapping[str, Any]]) -> int:
         """Take in the rows of `metrics.csv`, from the first on; the round with which a run ends there, 0 for none."""
         for row in rows:
-            if any(is_score(name) and value is not None for name, value in row.items()):
+            if num_evaluated([row]):
                 self.see(row["round"], row)
             if self.reason:
                 return int(row["round"])

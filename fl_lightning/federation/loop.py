@@ -46,6 +46,7 @@ from fl_lightning.federation.watch import Watch, watched
 from fl_lightning.federation.wire import Wire
 from fl_lightning.federation.workers import Workers, of_one_kind, shared_exchange
 from fl_lightning.report.columns import SECONDS
+from fl_lightning.report.record import num_evaluated
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
@@ -276,7 +277,7 @@ class FederatedLoop:
         absent = Absent(len(self.calendar.missing(self.round)), len(self.ward.skipped), self.ward.heard)
         lap = self.stopwatch.lap()
         row = self.ledger.write(self.round, reports, self.exchange.pulled(), absent, figures, lap)
-        self.patience.see(self.round, row if evaluated else None)
+        self.patience.see(self.round, row if num_evaluated([row]) else None)  # not where nobody was tested
         self._call("on_round_end", row)
         self.agreement.settle(self.workers, self.round)
         if self.settings.checkpoint.due(self.round, self.done, self.agreement.waited):

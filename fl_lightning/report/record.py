@@ -204,7 +204,7 @@ def _mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
 
-def num_evaluated(rows: Sequence[Row]) -> int:
+def num_evaluated(rows: Iterable[Mapping[str, Any]]) -> int:
     """How many rounds have a score of any kind.
 
     Args:

@@ -7,6 +7,7 @@ import pytest
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.early_stopping import EarlyStopping, Patience
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.reexamination import reexamine
 from fl_lightning.federation.settings import EvaluationPolicy
@@ -138,6 +139,14 @@ def test_a_run_ends_early_as_a_whole_one(mlp, run_federation, stopping):
 def test_patience_counts_the_evaluated_rounds_of_a_run(mlp, run_federation, stopping):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=9, evaluate_every=2, **stopping)
     assert (loop.round, loop.patience.waited) == (6, 2)
+
+
+def test_a_round_in_which_nobody_is_tested_is_none_without_a_better_value(mlp, run_federation, stopping):
+    """It ended the run, and did not where the same rounds were judged again."""
+    policy = EvaluationPolicy(clients="participants", server=False)
+    out = Failures(schedule={"2": [0, 1, 2, 3]})
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=9, evaluate=policy, failures=out, **stopping)
+    assert (loop.round, loop.patience.waited) == (4, 2)
 
 
 def test_patience_survives_a_stop(mlp, set_up_federation, stopping, tmp_path):
