@@ -33,6 +33,8 @@ CLOSE = 1e-4
 SAMPLES = 17
 
 Scores = Callable[[Tensor], Tensor]
+Maker = Callable[[Classifier, Tensor, dict[str, str]], tuple[bytes, "Scores | None"]]
+"""From a model, some samples, and what is to be known of it, to a file's content and, where it runs, its scores."""
 
 
 def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> float | None:
@@ -53,28 +55,43 @@ def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> 
     makers = {".onnx": _onnx, ".pt": _torch_script, ".ts": _torch_script}
     require(path.suffix in makers, "--output", "must end in .onnx, .pt or .ts", str(path))
     require(not path.is_dir(), "--output", "must be a file", str(path))
-    with undisturbed(), torch.no_grad():
+    with undisturbed():
         warnings.simplefilter("ignore")  # torch calls both exporters old, and says what a trace may miss: it is checked
-        loop = rebuilt(folder, trust)
+        loop = rebuilt(folder, trust)  # with gradients: what tries a run's fits out takes some, and so may `adapt`
         model = classifier_of(loop, folder, client)
-        x = _samples(loop, model.client)
-        _require_alike(model, x)
-        if path.suffix == ".onnx":
-            x = _widen(model, x)
-        try:
-            known = about(model, loop.data)
-            content, written = makers[path.suffix](model.in_one(), x[:2], known)
-            difference = None if written is None else _difference(written(x), model(x))
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever an exporter cannot say
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError("export", f"{_name(model)} cannot be written as {path.suffix}: {said[:120]}") from error
+        content, difference = _written(makers[path.suffix], model, loop, path.suffix)
     rule = f"{_name(model)} cannot be written as {path.suffix}: what it does depends on the samples, scores differ"
     require(difference is None or difference <= CLOSE, "export", rule, difference)
     write_atomically(path, lambda file: file.write(content))
     note_shift(loop, "global" if model.client is None else str(model.client))
     return difference
+
+
+@torch.no_grad()
+def _written(make: Maker, model: Classifier, loop: FederatedLoop, ending: str) -> tuple[bytes, float | None]:
+    """What a file of a model holds, and the largest difference of a score; None where nothing could run it.
+
+    Args:
+        make: makes it.
+        model: the model; it is wide afterwards where the file is.
+        loop: its run's.
+        ending: of the file.
+
+    Raises:
+        ConfigError: if it cannot be written so.
+    """
+    x = _samples(loop, model.client)
+    _require_alike(model, x)
+    if ending == ".onnx":
+        x = _widen(model, x)
+    try:
+        content, written = make(model.in_one(), x[:2], about(model, loop.data))
+        return content, None if written is None else _difference(written(x), model(x))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever an exporter cannot say
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError("export", f"{_name(model)} cannot be written as {ending}: {said[:120]}") from error
 
 
 def _name(model: Classifier) -> str:

@@ -71,6 +71,14 @@ def test_a_file_says_how_features_are_scaled(runs, tmp_path):
     assert np.allclose(raw.double() * torch.tensor(about["scale"]) + torch.tensor(about["shift"]), scaled, atol=1e-4)
 
 
+def test_what_takes_gradients_as_a_run_is_built_again_has_them(runs, tmp_path):
+    """Under DP-SGD per-sample gradients are tried out: no model of such a run could be written."""
+    pytest.importorskip("opacus")
+    model = {"class_path": "MLP", "init_args": {"hidden": [8]}}
+    run = runs("FedAvg", model=model, federation__record_privacy={"noise_multiplier": 1.0})
+    assert run.export(tmp_path / "model.pt").is_file()
+
+
 def test_a_file_says_no_scale_where_nobody_knows_one():
     data = SimpleNamespace(arrays=SimpleNamespace(x=torch.zeros(3, 2)), dataset=SimpleNamespace())
     assert _scale_and_shift(SimpleNamespace(), data) == (None, None)
