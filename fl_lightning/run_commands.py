@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from fl_lightning.commands import COMMANDS, TRUST
-from fl_lightning.errors import require
+from fl_lightning.errors import TRACEBACK, require
 from fl_lightning.files import expanded
 from fl_lightning.parser import one_line_parser, resolve
 from fl_lightning.terminal import say
@@ -20,7 +21,7 @@ def evaluate(argv: Sequence[str]) -> int:
         argv: what follows it.
 
     Returns:
-        0 if figures and tables are those that the run wrote down, else 1.
+        0 if figures and tables are those that the run wrote down, else 1; so, too, where somebody falls sick in a test.
 
     Raises:
         ConfigError: if there is no such run or checkpoint.
@@ -35,6 +36,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
     from fl_lightning.configuration import read_config
     from fl_lightning.experiment import BuiltExperiment
+    from fl_lightning.federation.sickness import RoundError
     from fl_lightning.report.console import print_evaluation
     from fl_lightning.report.recorded_run import altered_tables, rows_of
     from fl_lightning.sealed import read_json
@@ -42,7 +44,13 @@ def evaluate(argv: Sequence[str]) -> int:
     trust = Trust(tuple(options.trust))
     experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))
     experiment.folder = folder
-    figures = experiment.evaluate(options.checkpoint)
+    try:
+        figures = experiment.evaluate(options.checkpoint)
+    except RoundError as error:
+        if TRACEBACK in os.environ:
+            raise
+        say(f"fl-lightning: error: {error}")
+        return 1
     equal = print_evaluation(f"{experiment.name}, round {experiment.loop.round}", figures)
     summary = read_json(folder / "summary.json", "evaluate") if (folder / "summary.json").is_file() else {}
     altered = altered_tables(folder, rows_of(folder / "metrics.csv"), summary)

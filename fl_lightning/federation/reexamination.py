@@ -11,8 +11,10 @@ import numpy as np
 from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.evaluation import Scores
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_files import load_model, owner_of
+from fl_lightning.federation.sickness import at
 from fl_lightning.report.record import read_rows
 from fl_lightning.sealed import read_json, round_in
 from fl_lightning.terminal import named_clients, say
@@ -93,6 +95,13 @@ def _was_tested(loop: FederatedLoop, client: int) -> bool:
     return skips or last is None or loop.calendar.is_last_before_evaluation(client, last)
 
 
+def _tested(loop: FederatedLoop, client: int, file: Path) -> Scores:
+    """What a client's kept model scores; its initial one where it never took part."""
+    if not file.is_file():
+        return loop.runner.evaluate_resting(client)
+    return loop.runner.evaluator.client(trained_model(loop, client, file, "evaluate"), client, "trained")
+
+
 def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     """Local-T and Global-T of the clients' own models, as the run kept them."""
     if not loop.settings.evaluate.trained:
@@ -105,21 +114,19 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
         name: np.full(len(loop.board.clients), np.nan) for name in loop.examiner.columns if "_received" not in name
     }
     for place, client in enumerate(loop.board.clients.tolist()):
-        file = folder / f"{client:05d}.pt"
-        if file.is_file():
-            found = loop.runner.evaluator.client(trained_model(loop, client, file, "evaluate"), client, "trained")
-        elif loop.board.took_part[client]:  # it fell sick in its last round, or the run ended before that
+        file, found = folder / f"{client:05d}.pt", Scores()
+        if loop.board.took_part[client] and not file.is_file():  # it fell sick in its last round, or that never came
             if not _was_tested(loop, client):
                 _leave_out(f"{folder} lacks the last model of client {client}, which was not tested after its last fit")
                 return {}
             kept.append(client)
             found = {name: float(values[place]) for name, values in loop.scores.items() if name in scores}
-        elif client < loop.calendar.num_present(loop.round):
-            found = loop.runner.evaluate_resting(client)
-        else:  # it has not joined yet
-            continue
+        elif file.is_file() or client < loop.calendar.num_present(loop.round):  # others have not joined yet
+            with loop.ward.care(client, takes_part=False), at(loop.round, client, "evaluation"):
+                found = _tested(loop, client, file)
         for name, value in found.items():
             scores[name][place] = value
+    loop.ward.agree()  # who was sick when the run tested it, too
     if kept:
         lacks = f"{folder} lacks the last model of {named_clients(kept)}"
         say(f"fl-lightning: {lacks}: counted as the run scored it, not computed again")

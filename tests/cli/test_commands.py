@@ -7,7 +7,9 @@ import pytest
 import torch
 import yaml
 
-from fl_lightning import catalog
+from fl_lightning import catalog, run_commands
+from fl_lightning.experiment import BuiltExperiment
+from fl_lightning.federation.sickness import ClientError
 from fl_lightning.sealed import save_tensors
 
 WAYS = (
@@ -55,6 +57,18 @@ def test_evaluate_compares_every_accuracy_of_a_full_run(finished):
     code, out, _ = finished.call("evaluate", "runs/run")
     assert code == 0
     assert_all_equal(out, at_least=4 * 5)
+
+
+def test_evaluate_says_in_a_line_who_falls_sick_in_it(trial, monkeypatch, capsys):
+    """As where the last receive of all had ended the run itself: it was a traceback."""
+    run = trial(federation__rounds=1, name="sick").fit()
+
+    def evaluate(self, checkpoint):
+        raise ClientError("round 2, client 1, receive: went wrong")
+
+    monkeypatch.setattr(BuiltExperiment, "evaluate", evaluate)
+    assert run_commands.evaluate([str(run.folder)]) == 1
+    assert capsys.readouterr().err.endswith("fl-lightning: error: round 2, client 1, receive: went wrong\n")
 
 
 def test_evaluate_of_an_older_checkpoint_compares_what_the_next_round_received(finished):

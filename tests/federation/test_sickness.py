@@ -18,6 +18,7 @@ from fl_lightning.federation.filters import TopK
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.recorder import communication
+from fl_lightning.federation.reexamination import reexamine
 from fl_lightning.federation.sickness import ClientError, ServerError, at, at_server
 from fl_lightning.federation.signals import StoppedAtOnce
 from fl_lightning.methods.fedavg import FedAvg
@@ -491,3 +492,27 @@ class Masks(FedAvg):
 
 def test_truths_of_a_server_have_no_size(run_federation, mlp):
     assert len(run_federation(lambda: Masks(mlp()), 2).diary.rows) == 2
+
+
+# --- computed again ---------------------------------------------------------------------------------------------------
+
+
+class NeverWell(Method):
+    """Scores of one client are NaN."""
+
+    def predictors(self):
+        return {"": Predictor(self.scores)}
+
+    def scores(self, seen):
+        return seen.logits(self.model) * (float("nan") if self.facts.client == 1 else 1.0)
+
+
+def test_who_is_sick_in_a_test_is_left_out_again_where_a_run_is_evaluated(mlp, set_up_federation, tmp_path):
+    """It ended in a traceback, where the run had gone on without the client."""
+    options = {"rounds": 2, "folder": tmp_path, "on_client_error": "skip", "failures": Failures(clients=[1])}
+    ran = set_up_federation(lambda: NeverWell(mlp()), **options)
+    final = ran.run()
+    again = set_up_federation(lambda: NeverWell(mlp()), **options)
+    found = {name: value for name, _, value in reexamine(again, tmp_path)}
+    assert found.items() <= {**ran.diary.rows[-1], **final}.items()
+    assert {"Local-T", "Local-T_received"} <= found.keys()
