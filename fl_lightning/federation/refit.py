@@ -42,6 +42,10 @@ _TAKEN_OUT = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_alg
 """What the method's steps do by themselves. Lightning refuses a fit that begins with them; callbacks read them."""
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of so many bytes."""
+
+
 class Fits:
     """Fits modules with one Trainer, one fit after another.
 
@@ -59,7 +63,7 @@ class Fits:
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
         self._wanders = self._was_cut = False
-        self._known: dict[int, dict[str, tuple[int, Tensor]]] = {}
+        self._known: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
         own = (each for each in trainer.callbacks if _has_state(each))  # type: ignore[attr-defined]
         self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
         timers = (each for each in trainer.callbacks if isinstance(each, Timer))  # type: ignore[attr-defined]
@@ -134,19 +138,16 @@ class Fits:
     @contextmanager
     def _untouched(self, module: ClientModule) -> Iterator[None]:
         """A stretch that may not change parameters which are neither exchanged nor put back."""
-        before = self._sums(module)
+        fixed = module.division.fixed_entries()
+        versions, before = self._known.get(id(module), ({}, {}))
+        if versions != _versions(fixed):
+            before = _sums(fixed)
         yield
-        for name, total in self._sums(module).items():
-            rule = f"{name} comes frozen, and so does not travel, but a fit changed it: freeze it in on_fit_start"
-            require(total is before[name] or torch.equal(total, before[name]), "model", rule)
-
-    def _sums(self, module: ClientModule) -> dict[str, Tensor]:
-        """What each of those parameters adds up to; found anew for those that somebody has written to."""
-        known = self._known.setdefault(id(module), {})
-        for name, tensor in module.division.fixed_entries().items():
-            if name not in known or known[name][0] != version_of(tensor):
-                known[name] = version_of(tensor), tensor.sum()
-        return {name: total for name, (_, total) in known.items()}
+        fixed = module.division.fixed_entries()
+        self._known[id(module)] = _, after = _versions(fixed), _sums(fixed)
+        changed = next((name for name, total in after.items() if total != before[name]), None)
+        rule = f"{changed} comes frozen, and so does not travel, but a fit changed it: freeze it in on_fit_start"
+        require(changed is None, "model", f"{rule}, or make it a buffer")
 
     def _fit_again(self, module: ClientModule, bundles: Sized) -> None:
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -191,6 +192,17 @@ class Fits:
         iter(loop._data_fetcher)
         loop.max_batches = trainer.val_check_batch = length
         loop._last_train_dl_reload_epoch = 0
+
+
+def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: version_of(tensor) for name, tensor in tensors.items()}
+
+
+def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """What the bits of each add up to, exactly: what is written by `.data` has no version."""
+    real = (torch.view_as_real(own) if own.is_complex() else own for own in tensors.values())
+    sums = [own.detach().view(_BITS[own.element_size()]).sum() for own in real]
+    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
 class _Tells(Callback):
