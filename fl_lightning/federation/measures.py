@@ -220,7 +220,7 @@ class Reading:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of classes without samples, which are dealt with
             metric.reset()
-            metric.update(predictions, y)
+            metric.update(predictions, y if self._is_theirs else y.clone())  # or the next one sees what it writes
             for name in _COUNTS:  # so that shares of counts are those of double precision
                 if isinstance(counted := getattr(metric, name, None), Tensor):
                     setattr(metric, name, counted.to(accumulation_dtype(y.device)))

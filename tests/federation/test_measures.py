@@ -187,6 +187,19 @@ def test_a_metric_that_fails_is_no_clients_sickness(predicted, capsys):
     assert said.startswith("fl-lightning: metrics: MulticlassHingeLoss fails (IndexError: ")
 
 
+class WritesToClasses(ShareOfTheFirst):
+    """Works in place on the classes that it is given."""
+
+    def update(self, scores, y):
+        super().update(scores, y.sub_(1))
+
+
+def test_what_a_metric_writes_in_place_the_next_one_does_not_see(predicted):
+    after = measured(*predicted, {"class_path": f"{__name__}.WritesToClasses"}, MACRO, AUROC)
+    alone = measured(*predicted, MACRO, AUROC)
+    assert {name: after[name] for name in alone} == alone
+
+
 def test_what_is_not_defined_is_no_number(predicted):
     scores, y = predicted
     one_class = measured(scores[y == 1], y[y == 1], AUROC)
