@@ -54,6 +54,8 @@ class RunningOn:
 
     def __init__(self, owners: Iterable[object], remedy: str = _IN_FITS, tensors: bool = False) -> None:
         self._owners = [own for own in owners if not is_known(type(own).__module__)]
+        self.any_own = bool(self._owners)
+        """Whether there are any."""
         self._remedy, self._look = remedy, _OUTSIDE if tensors else _IN_A_FIT
         self._began: dict[tuple[int, str], Hashable] = {}
         self._changed: dict[tuple[int, str], Hashable] | None = None

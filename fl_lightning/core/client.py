@@ -176,7 +176,7 @@ class ClientModule(L.LightningModule):
     def receive(self, message: Message, source: Any) -> None:
         """Let the method take a message; what it knows of a fit is of none yet, not of the client's before it."""
         self.method.fit = self.method.fit.afresh()
-        self._heard = Heard(message)
+        self._heard = Heard(message, by_bits=self._running_on.any_own)
         self._heard.give(self.method, self.bound(source))
 
     def send(self, source: Any) -> Message:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.checkup import Unsound, tensors_of
-from fl_lightning.core.message import ClassMeans, Message, Structured, version_of
+from fl_lightning.core.message import ClassMeans, Message, Structured, bits_of, version_of
 from fl_lightning.core.walking import parts_of
 from fl_lightning.errors import ConfigError
 
@@ -25,12 +25,19 @@ class Heard:
 
     Args:
         message: what came in.
+        by_bits: whether a write by `.data`, which has no version, is looked for, too: where code is somebody's own.
     """
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message, by_bits: bool = False) -> None:
         self._message = message
         self._tensors = tensors_of(message)
-        self._versions = {name: version_of(tensor) for name, tensor in self._tensors.items()}
+        self._by_bits = by_bits
+        self._were = self._state()
+
+    def _state(self) -> dict[str, tuple[int, int]]:
+        """Of each tensor how often it was written to, and what its bits add up to."""
+        bits = bits_of(self._tensors) if self._by_bits else {}
+        return {name: (version_of(tensor), bits.get(name, 0)) for name, tensor in self._tensors.items()}
 
     def give(self, method: Method, data: OwnData) -> None:
         """Let a method take it, in containers of its own: what it takes out of them stays with the others.
@@ -68,20 +75,25 @@ class Heard:
         Raises:
             Unsound: naming the first tensor.
         """
-        for name, tensor in self._tensors.items():
-            if version_of(tensor) != self._versions[name]:
+        for name, state in self._state().items():
+            if state != self._were[name]:
                 said = f"{who} changes the {name} that it received in place, and others hear it, too: clone it first"
                 raise Unsound(said.lstrip())
 
 
 @contextmanager
-def unchanged(messages: Iterable[Message], who: str) -> Iterator[None]:
+def unchanged(messages: Iterable[Message], who: str, by_bits: bool = False) -> Iterator[None]:
     """A stretch in which nobody may change messages that others hear, too.
+
+    Args:
+        messages: the messages.
+        who: may look at them.
+        by_bits: see `Heard`.
 
     Raises:
         Unsound: naming `who` and the first tensor.
     """
-    heard = [Heard(message) for message in messages]
+    heard = [Heard(message, by_bits) for message in messages]
     yield
     for own in heard:
         own.check(who)

@@ -14,6 +14,14 @@ from typing_extensions import override
 from fl_lightning.core.moving import as_one
 from fl_lightning.errors import suggest
 
+_WIDTHS = {
+    1: (torch.uint8, torch.int32),
+    2: (torch.int16, torch.int16),
+    4: (torch.int32, torch.int32),
+    8: (torch.int64, torch.int64),
+}
+"""By bytes of an entry the whole numbers that its bits are, and those that they add up to: wider ones take longer."""
+
 
 class Structured:
     """A shared quantity of several tensors and settings: a frozen dataclass that is registered with `artifact`.
@@ -386,6 +394,20 @@ def registered(kind: str) -> type[Structured]:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written to; 0 for one that nobody counts of."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def bits_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """What the bits of each tensor add up to, as whole numbers of its width: a write by `.data` has no version.
+
+    Tensors without memory of their own (sparse ones) are left out.
+    """
+    there = {name: own.detach() for name, own in tensors.items() if own.layout is torch.strided}
+    sums: list[Tensor] = []
+    for own in there.values():
+        real = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+        width, total = _WIDTHS[real.element_size()]
+        sums.append(real.view(width).sum(dtype=total).long())
+    return dict(zip(there, torch.stack([own.to(sums[0].device) for own in sums]).tolist(), strict=True)) if sums else {}
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

@@ -16,6 +16,7 @@ from fl_lightning.core.mixing import Heard
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.federation.exchange import Exchange, Hop
 from fl_lightning.federation.topologies import Topology, check_graph, check_sponsors, check_sums
+from fl_lightning.trust import is_known
 
 
 class Arrival(NamedTuple):
@@ -127,7 +128,7 @@ class Peers(Exchange, ABC):
     def close(self) -> None:
         shares = self.shares(self.topology)
         check_sums(_named(self), shares)
-        with unchanged(self._posted.values(), _mixers(self)):
+        with unchanged(self._posted.values(), _mixers(self), _are_own(self)):
             for receiver, row in shares.items():
                 own = Heard(receiver, self._posted[receiver], row[receiver]) if self.mixer.own else None
                 others = [Heard(s, self._posted[s], share) for s, share in row.items() if s != receiver]
@@ -181,7 +182,7 @@ class Peers(Exchange, ABC):
         before = self._arrived.get(client)
         if not heard:  # nobody sends to it: what waits for it is the newest there is
             return Message() if before is None else before.message, []
-        with unchanged((part.message for part in heard), _mixers(self)):
+        with unchanged((part.message for part in heard), _mixers(self), _are_own(self)):
             message = self.mixer.mix(None, heard, None if before is None else before.message)
         return message, [self._hop(part, client) for part in heard]
 
@@ -238,6 +239,12 @@ def _named(exchange: Peers) -> str:
 
 def _mixers(exchange: Peers) -> str:
     return f"{type(exchange.mixer).__name__}, or a rule of its,"
+
+
+def _are_own(exchange: Peers) -> bool:
+    """Whether one of these is somebody's own."""
+    rules = (rule() for rule in getattr(exchange.mixer, "rules", {}).values())
+    return not all(is_known(type(own).__module__) for own in (exchange.mixer, *rules))
 
 
 def _total(parts: Iterable[Hop | Size]) -> Size:
@@ -314,7 +321,7 @@ class Ring(Peers):
         if not self.in_turn:
             return super().inbox(client)
         own, heard = self._hear(client)
-        with unchanged((part.message for part in (own, *heard) if part is not None), _mixers(self)):
+        with unchanged((part.message for part in (own, *heard) if part is not None), _mixers(self), _are_own(self)):
             return self.mixer.mix(own, heard, self._heard.get(client))
 
     @override

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
-from fl_lightning.core.message import version_of
+from fl_lightning.core.message import bits_of, version_of
 from fl_lightning.errors import require
 from fl_lightning.federation.directory import directory_kept
 from fl_lightning.federation.flags import limits, told
@@ -40,10 +40,6 @@ _BY_FIT = {"logger", "profiler", "barebones", "reload_dataloaders_every_n_epochs
 
 _TAKEN_OUT = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 """What the method's steps do by themselves. Lightning refuses a fit that begins with them; callbacks read them."""
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of so many bytes."""
 
 
 class Fits:
@@ -141,10 +137,11 @@ class Fits:
         fixed = module.division.fixed_entries()
         versions, before = self._known.get(id(module), ({}, {}))
         if versions != _versions(fixed):
-            before = _sums(fixed)
+            before = bits_of(fixed)
         yield
         fixed = module.division.fixed_entries()
-        self._known[id(module)] = _, after = _versions(fixed), _sums(fixed)
+        after = bits_of(fixed)
+        self._known[id(module)] = _versions(fixed), after
         changed = next((name for name, total in after.items() if total != before[name]), None)
         rule = f"{changed} comes frozen, and so does not travel, but a fit changed it: freeze it in on_fit_start"
         require(changed is None, "model", f"{rule}, or make it a buffer")
@@ -196,13 +193,6 @@ class Fits:
 
 def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: version_of(tensor) for name, tensor in tensors.items()}
-
-
-def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """What the bits of each add up to, exactly: what is written by `.data` has no version."""
-    real = (torch.view_as_real(own) if own.is_complex() else own for own in tensors.values())
-    sums = [own.detach().view(_BITS[own.element_size()]).sum() for own in real]
-    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
 class _Tells(Callback):

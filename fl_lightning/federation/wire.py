@@ -130,7 +130,7 @@ class Wire:
         self._running_on.begin()
         for whole in self._whole:
             known = replace(received, weights=dict(received.weights), artifacts=dict(received.artifacts))
-            with unchanged([received], f"{type(whole).__name__}.change()"):
+            with unchanged([received], f"{type(whole).__name__}.change()", by_bits=not _is_ours(whole)):
                 message = _given(whole, "change", whole.change(message, known), Message)
         message = self._packed(message, received, memory, moved) if self._up else message
         self._running_on.end()
@@ -144,7 +144,7 @@ class Wire:
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             before = [name for name in memory if name.startswith(prefix)]
-            ours = is_known(type(own).__module__)  # others may write to it, and then fail
+            ours = _is_ours(own)  # others may write to it, and then fail
             kept = {n.removeprefix(prefix): memory[n] if ours else memory[n].clone() for n in before}
             packet = _applied(own, packet, kept, received)
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
@@ -171,8 +171,12 @@ class Wire:
 
 def _applied(own: WireFilter, packet: Packet, memory: dict[str, Tensor], shared: Message) -> Packet:
     """What a filter makes of a packet, which may lie in the memory of a message that others hear, too."""
-    with unchanged([shared], f"{type(own).__name__}.apply()"):
+    with unchanged([shared], f"{type(own).__name__}.apply()", by_bits=not _is_ours(own)):
         return _given(own, "apply", own.apply(packet, memory), Packet)
+
+
+def _is_ours(own: object) -> bool:
+    return is_known(type(own).__module__)
 
 
 def _given(own: object, name: str, value: Any, kind: type[Given]) -> Given:

@@ -76,10 +76,18 @@ class ChangesIt(Marks):
         self.found *= 2
 
 
-def test_change_of_what_was_received_is_said(mlp, set_up_federation):
+class ChangesItsData(ChangesIt):
+    """A write that torch does not count."""
+
+    def on_fit_end(self):
+        self.found.data += 2
+
+
+@pytest.mark.parametrize("kind", [ChangesIt, ChangesItsData])
+def test_change_of_what_was_received_is_said(kind, mlp, set_up_federation):
     rule = "round 2, client 0, send: changes the artifact mark that it received in place, and others hear it, too"
     with pytest.raises(ClientError, match=rule):
-        set_up_federation(lambda: ChangesIt(mlp()), rounds=2).run()
+        set_up_federation(lambda: kind(mlp()), rounds=2).run()
 
 
 class Keeps(Server):

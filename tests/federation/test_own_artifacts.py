@@ -417,6 +417,7 @@ class WritesWhole(MessageFilter):
     [
         (Writes("down", lambda packed: packed.values.mul_(0)), r"Writes\.apply\(\) changes the weight w"),
         (Writes("up", lambda packed: packed.known.mul_(0)), r"Writes\.apply\(\) changes the weight w"),
+        (Writes("down", lambda packed: packed.values.data.mul_(0)), r"Writes\.apply\(\) changes the weight w"),
         (WritesWhole(), r"WritesWhole\.change\(\) changes the weight w"),
     ],
 )

@@ -444,7 +444,16 @@ class TellsLater(KeepsTheHead):
         return TellsInPlace.message_for(self, client) if self.round > 1 else self.message
 
 
-@pytest.mark.parametrize(("server", "rounds"), [(TellsInPlace, 1), (TellsLater, 3)])
+class HalvesInPlace(Server):
+    """By a write that torch does not count."""
+
+    def message_for(self, client):
+        for weight in self.message.weights.values():
+            weight.data.mul_(0.5)
+        return self.message
+
+
+@pytest.mark.parametrize(("server", "rounds"), [(TellsInPlace, 1), (TellsLater, 3), (HalvesInPlace, 1)])
 def test_what_is_for_one_client_is_not_put_into_the_message_for_all(mlp, set_up_federation, server, rounds):
     """A filter on the way down heard it once, and told all what was the first one's."""
     loop = set_up_federation(lambda: with_server(server)(mlp()), rounds=rounds)
