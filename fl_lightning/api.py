@@ -7,7 +7,7 @@ import multiprocessing.context
 import pickle
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,7 +105,7 @@ class Experiment:
         resume: str | Path | None = None,
         overwrite: bool = False,
         verbose: bool = False,
-        callbacks: Sequence[FederationCallback] = (),
+        callbacks: FederationCallback | Iterable[FederationCallback] = (),
     ) -> Run:
         """Run the federation, in `folder`; signals, random streams, threads and warnings are as before afterwards.
 
@@ -115,8 +115,8 @@ class Experiment:
             resume: ``auto`` goes on with the run that the folder holds, or a checkpoint of it; None starts anew.
             overwrite: replace the run that the folder holds.
             verbose: show rounds as they are done.
-            callbacks: told of every round, beside those of the configuration. Where the run has processes of its own,
-                copies are told in the main one, and their attributes come back to these.
+            callbacks: one or several, told of every round, beside those of the configuration. Where the run has
+                processes of its own, copies are told in the main one, and their attributes come back to these.
 
         Raises:
             ConfigError: for anything that would stop the run, before it starts.
@@ -127,16 +127,17 @@ class Experiment:
             RuntimeError: if one of several processes was lost; its error is on stderr.
         """
         again = None if resume is None else str(resume)
-        for callback in callbacks:
+        own = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+        for callback in own:
             require(isinstance(callback, FederationCallback), "callbacks", "must be FederationCallbacks", callback)
-        check_hooks(callbacks, "callbacks")
+        check_hooks(own, "callbacks")
         with undisturbed(), self._given.speaking():
             built = self._built()
             team = built.team()
             if team.size == 1 or team.outside:
-                self._fit_here(built, team, again, overwrite, verbose, callbacks)
+                self._fit_here(built, team, again, overwrite, verbose, own)
             else:
-                self._fit_in(team, built, again, overwrite, verbose, callbacks)
+                self._fit_in(team, built, again, overwrite, verbose, own)
         return Run(built.folder, self._trust)
 
     def _fit_here(

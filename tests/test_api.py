@@ -534,6 +534,27 @@ def test_a_run_whose_folder_is_moved_writes_into_no_other(trial):
     assert len(Run(one.folder.with_name("moved")).rounds) == 1
 
 
+class Counts(FederationCallback):
+    def __init__(self):
+        self.rounds = 0
+
+    def on_round_end(self, loop, row):
+        self.rounds += 1
+
+
+@pytest.mark.parametrize("given", [lambda own: own, lambda own: iter([own]), lambda own: {own}])
+def test_callbacks_may_be_one_or_come_one_after_another(given, trial):
+    """Of an iterator none was told of anything, for looking at them had used them up."""
+    own = Counts()
+    trial(name="told", federation__rounds=2).fit(overwrite=True, callbacks=given(own))
+    assert own.rounds == 2
+
+
+def test_what_is_no_callback_is_refused(trial):
+    with pytest.raises(ConfigError, match=r"^callbacks: must be FederationCallbacks, got 3"):
+        trial(name="odd").fit(callbacks=3)
+
+
 @pytest.mark.parametrize(("times", "rounds"), [(1, 2), (2, 1)], ids=["once", "twice"])
 def test_interrupt_leaves_a_folder_to_go_on_with(times, rounds, trial, capfd):
     options = {"name": f"interrupted-{times}", "federation__rounds": 3}
