@@ -17,7 +17,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Chosen
 from fl_lightning.federation.saving import check_identity
 from fl_lightning.files import WriteError, content_of, make_folder, remove, remove_left_overs, separate, writing
-from fl_lightning.report.journal import Journal, recover
+from fl_lightning.report.journal import Journal, in_columns, recover
 from fl_lightning.report.record import Row, read_rows, rows_in
 from fl_lightning.resuming import BUSY, HELD, LOCK, MARK, holds_run, is_marked, round_of
 from fl_lightning.sealed import read_json, round_in
@@ -248,7 +248,8 @@ class RunFolder:
 
     def _client_rows(self) -> list[Row]:
         """The rows of ``clients.csv`` and, should it be lost, of the journal."""
-        texts = (record.get("clients.csv", "") for record in Journal(self.checkpoints.journal).read(sys.maxsize))
+        records = in_columns(Journal(self.checkpoints.journal).read(sys.maxsize))
+        texts = (record.get("clients.csv", "") for record in records)
         return [*read_rows(self.path / "clients.csv"), *rows_in("".join(texts))]
 
     def _was_broken_off(self, last: int) -> bool:

@@ -54,8 +54,9 @@ class Sum:
 class Journal:
     """The lines of all tables, a record a round: ``<CRC-32 of the rest> {"round": 3, "tables": {"metrics.csv": "…"}}``.
 
-    The first record, of round 0, holds the tables' headers. A kill can cut the last record short, which no checkpoint
-    counts on yet.
+    The first record, of round 0, holds the tables' headers. A later one begins with that of a table whose columns have
+    changed, as those of a resumed run may: what was written stays as it is, for checkpoints of before count on it. A
+    kill can cut the last record short, which no checkpoint counts on yet.
 
     Args:
         path: the file.
@@ -65,7 +66,10 @@ class Journal:
         self.path = path
 
     def read(self, up_to: int) -> list[Texts]:
-        """The whole records of round 0, 1, … `up_to`; they end before the first one that is missing or damaged."""
+        """The whole records of round 0, 1, … `up_to`; they end before the first one that is missing or damaged.
+
+        `in_columns` brings them under one header.
+        """
         try:
             lines = content_of(self.path).splitlines(keepends=True)
         except OSError:
@@ -124,6 +128,7 @@ class RunTables:
         self.files = {name: MetricsFile(folder / name, own) for name, own in columns.items()}
         self.journal = None if journal is None else Journal(journal)
         self._sums: dict[str, Sum] = {}
+        self._new: Texts = {}  # headers that the journal has not, which go there with the next rows
 
     def start(self, round: int, saved: Mapping[str, Any] | None = None) -> str:
         """Bring all files to where they were after `round`, whatever they hold now.
@@ -138,28 +143,23 @@ class RunTables:
         Raises:
             ConfigError: if journal and tables are damaged both.
         """
-        records, notice = [self._headers()], ""
+        headers, notice = self._headers(), ""
+        records = [headers]
         if round > 0 and self.journal is not None:
-            (before, *later), notice = recover(self.journal, self.folder, round, saved or {})
-            records += [self._in_columns(before, texts) for texts in later]
+            records, notice = recover(self.journal, self.folder, round, saved or {})
         if self.journal is not None:
             self.journal.rewrite(records)
+        known = in_columns(records)[0]
+        self._new = {name: header for name, header in headers.items() if header != known.get(name)}
+        (_, *later) = in_columns(records, headers)
         for name, file in self.files.items():
-            text = "".join(record[name] for record in records[1:])
+            text = "".join(record[name] for record in later)
             file.start(text)
-            self._sums[name] = Sum(records[0][name]).add(text)
+            self._sums[name] = Sum(headers[name]).add(text)
         return notice
 
     def _headers(self) -> Texts:
         return {name: file.lines([_header(file.columns)]) for name, file in self.files.items()}
-
-    def _in_columns(self, headers: Texts, texts: Texts) -> Texts:
-        """A record's lines under the tables' present columns."""
-        found = {}
-        for name, header in self._headers().items():
-            text, before = texts.get(name, ""), headers.get(name, "")
-            found[name] = text if header == before else _reordered(text, before, self.files[name].columns)
-        return found
 
     def append(self, round: int, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
         """Add a round's rows, in the journal first.
@@ -170,7 +170,7 @@ class RunTables:
         """
         texts = {name: self.files[name].lines(own) for name, own in rows.items()}
         if self.journal is not None:
-            self.journal.append(round, texts)
+            self.journal.append(round, {name: self._new.pop(name, "") + text for name, text in texts.items()})
         for name, text in texts.items():
             self.files[name].append(text, sync=self.journal is None)
             self._sums[name].add(text)
@@ -192,7 +192,7 @@ class RunTables:
     def _restore(self, name: str, path: Path) -> None:
         crc = self._sums[name].value
         if self.journal is not None and not _cut(path, math.inf, crc):
-            records = self.journal.read(sys.maxsize)
+            records = in_columns(self.journal.read(sys.maxsize), self._headers())
             if records and _sum(records, name) == crc:
                 say(f"{path} was changed while the run wrote into it; it is made again from {self.journal.path}")
                 write_text(path, "".join(texts.get(name, "") for texts in records))
@@ -224,13 +224,14 @@ def recover(journal: Journal, folder: Path, round: int, saved: Mapping[str, Any]
         saved: the tables' sums then, by name.
 
     Returns:
-        The records, and what is to be said where the journal was damaged.
+        The records, as the journal has them, and what is to be said where it was damaged.
 
     Raises:
         ConfigError: if both are damaged.
     """
     records = journal.read(round)
-    if len(records) == round + 1 and all(_sum(records, name) == crc for name, crc in saved.items()):
+    known = in_columns(records)
+    if len(records) == round + 1 and all(_sum(known, name) == crc for name, crc in saved.items()):
         return records, ""
     problem = f"{journal.path} is damaged or cut short"
     tables = {name: _cut(folder / name, round, crc) for name, crc in saved.items()}
@@ -242,7 +243,7 @@ def recover(journal: Journal, folder: Path, round: int, saved: Mapping[str, Any]
 
 def rows_up_to(journal: Path, round: int) -> list[Row]:
     """The rows of ``metrics.csv`` up to a round, whatever became of that file; none where the journal is damaged."""
-    records = Journal(journal).read(round)
+    records = in_columns(Journal(journal).read(round))
     return rows_in("".join(own.get("metrics.csv", "") for own in records)) if len(records) > round else []
 
 
@@ -284,6 +285,38 @@ def _by_round(tables: Mapping[str, Sequence[str]], last: int) -> list[Texts]:
         for line in lines:
             records[int(line.partition(",")[0])][name] += line
     return records
+
+
+def in_columns(records: Sequence[Texts], headers: Texts | None = None) -> list[Texts]:
+    """Records under one header a table, which the first of them holds.
+
+    Args:
+        records: as the journal has them.
+        headers: by a table's name; None takes those that the tables had last.
+    """
+    last: Texts = {}
+    told: list[dict[str, tuple[str, str]]] = []
+    for texts in records:
+        parts = {name: _parted(text) for name, text in texts.items()}
+        last |= {name: header for name, (header, _) in parts.items() if header}
+        told.append({name: (last.get(name, ""), rows) for name, (_, rows) in parts.items()})
+    wanted = last if headers is None else headers
+    none = ("", "")
+    later = [{name: _under(own, *texts.get(name, none)) for name, own in wanted.items()} for texts in told[1:]]
+    return [dict(wanted), *later] if told else []
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """The header that a record's lines begin with, if they do, and the rows."""
+    if not text.startswith("round,"):
+        return "", text
+    header, end, rows = text.partition("\n")
+    return header + end, rows
+
+
+def _under(header: str, before: str, rows: str) -> str:
+    """Rows under a header that stood under another one."""
+    return rows if header == before else _reordered(rows, before, next(csv.reader([header])))
 
 
 def _reordered(text: str, header: str, columns: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.files import WriteError, this_machine, write_text
-from fl_lightning.report.journal import RunTables
+from fl_lightning.report.journal import RunTables, rows_up_to
 from fl_lightning.sealed import load_tensors, read_json, save_tensors, verify, write_json
 
 STATE = {"w": torch.arange(50.0), "inner": {"count": torch.tensor([1, 2]), "name": "head"}}
@@ -260,6 +260,28 @@ def test_journal_and_table_that_are_damaged_both_are_refused(tables, tmp_path):
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:30])
     with pytest.raises(ConfigError, match=r"journal\.txt is damaged.*clients\.csv"):
         RunTables(tmp_path, COLUMNS, tmp_path / "journal.txt").start(2, tables.saved)
+
+
+def test_checkpoint_of_before_counts_on_tables_whose_columns_have_changed_since(tables, tmp_path):
+    """A resumed run that leaves sick clients out has a column more; killed before it was saved, it was lost."""
+    more = {**COLUMNS, "metrics.csv": ["round", "Local-T", "skipped", "seconds"], "topology.csv": ["round", "sender"]}
+    again = RunTables(tmp_path, more, tmp_path / "journal.txt")
+    assert again.start(2, tables.saved) == ""
+    killed = RunTables(tmp_path, more, tmp_path / "journal.txt")  # before its first round, and behind it
+    assert killed.start(2, tables.saved) == ""
+    killed.append(3, {**rows(3), "topology.csv": [{"round": 3, "sender": 0}]})
+    later = killed.state_dict()
+    written = contents(tmp_path)
+    assert [row["Local-T"] for row in rows_up_to(tmp_path / "journal.txt", 3)] == [1 / 7, 2 / 7, 3 / 7]
+    assert RunTables(tmp_path, more, tmp_path / "journal.txt").start(3, later) == ""
+    assert contents(tmp_path) == written
+    (tmp_path / "metrics.csv").write_text("")
+    killed.restore("metrics.csv")
+    assert contents(tmp_path) == written
+    assert RunTables(tmp_path, COLUMNS, tmp_path / "journal.txt").start(2, tables.saved) == ""
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "topology.csv").unlink()
+    assert contents(tmp_path) == expected(tmp_path / "fresh")
 
 
 def test_seconds_do_not_enter_a_checkpoint(tmp_path):
