@@ -61,7 +61,7 @@ def test_evaluate_compares_every_accuracy_of_a_full_run(finished):
 
 def test_evaluate_says_in_a_line_who_falls_sick_in_it(trial, monkeypatch, capsys):
     """As where the last receive of all had ended the run itself: it was a traceback."""
-    run = trial(federation__rounds=1, name="sick").fit()
+    run = trial(federation__rounds=1, name="sick-again").fit()
 
     def evaluate(self, checkpoint):
         raise ClientError("round 2, client 1, receive: went wrong")
