@@ -133,6 +133,8 @@ class RunTables:
     def start(self, round: int, saved: Mapping[str, Any] | None = None) -> str:
         """Bring all files to where they were after `round`, whatever they hold now.
 
+        A column that they had stays, empty from now on, where the run goes on without it: no figure is lost.
+
         Args:
             round: the last round that is done, 0 for none.
             saved: what `state_dict` said then.
@@ -143,13 +145,15 @@ class RunTables:
         Raises:
             ConfigError: if journal and tables are damaged both.
         """
-        headers, notice = self._headers(), ""
-        records = [headers]
+        records, notice = [self._headers()], ""
         if round > 0 and self.journal is not None:
             records, notice = recover(self.journal, self.folder, round, saved or {})
         if self.journal is not None:
             self.journal.rewrite(records)
         known = in_columns(records)[0]
+        for name, file in self.files.items():
+            file.columns += [column for column in _columns(known.get(name, "")) if column not in file.columns]
+        headers = self._headers()
         self._new = {name: header for name, header in headers.items() if header != known.get(name)}
         (_, *later) = in_columns(records, headers)
         for name, file in self.files.items():
@@ -316,14 +320,18 @@ def _parted(text: str) -> tuple[str, str]:
 
 def _under(header: str, before: str, rows: str) -> str:
     """Rows under a header that stood under another one."""
-    return rows if header == before else _reordered(rows, before, next(csv.reader([header])))
+    return rows if header == before else _reordered(rows, before, _columns(header))
 
 
 def _reordered(text: str, header: str, columns: Sequence[str]) -> str:
     """Lines under other columns: cells keep their text, by the names of the columns."""
-    (names,) = csv.reader([header]) if header else [[]]
+    names = _columns(header)
     rows = [dict(zip(names, cells, strict=False)) for cells in csv.reader(text.splitlines())]
     return "".join(",".join(row.get(name, "") for name in columns) + "\n" for row in rows)
+
+
+def _columns(header: str) -> list[str]:
+    return next(csv.reader([header]))
 
 
 def _header(columns: Sequence[str]) -> dict[str, str]:

@@ -284,6 +284,19 @@ def test_checkpoint_of_before_counts_on_tables_whose_columns_have_changed_since(
     assert contents(tmp_path) == expected(tmp_path / "fresh")
 
 
+def test_column_that_a_run_goes_on_without_stays(tmp_path):
+    """How many clients had been left out was gone once a run went on that ends at the first sick one."""
+    more = {**COLUMNS, "metrics.csv": ["round", "Local-T", "skipped", "seconds"]}
+    before = RunTables(tmp_path, more, tmp_path / "journal.txt")
+    before.start(0)
+    before.append(1, {**rows(1), "metrics.csv": [{**rows(1)["metrics.csv"][0], "skipped": 2}]})
+    again = RunTables(tmp_path, COLUMNS, tmp_path / "journal.txt")
+    assert again.start(1, before.state_dict()) == ""
+    again.append(2, rows(2))
+    assert [row["skipped"] for row in again.rows("metrics.csv")] == [2, None]
+    assert [row["Local-T"] for row in again.rows("metrics.csv")] == [1 / 7, 2 / 7]
+
+
 def test_seconds_do_not_enter_a_checkpoint(tmp_path):
     sums = []
     for seconds in (0.5, 123.4567):
