@@ -186,7 +186,7 @@ class RunFolder:
     ) -> None:
         """Put checkpoints that are newer than the one that a run goes on from aside, and say so.
 
-        Clients' models of later rounds go with them, or are deleted.
+        Clients' models of later rounds go with them, or are deleted; what was said of a later end is deleted.
 
         States that no checkpoint names are deleted, also where a run begins anew: a kill in the middle of its first
         checkpoint leaves some, which later ones would be believed to name; so does one that saves nothing and has its
@@ -198,7 +198,9 @@ class RunFolder:
             participants: who takes part in a round.
         """
         aside = self._put_aside(chosen) if chosen is not None else None
-        self._withdraw_models(round_of(chosen.path) if chosen is not None else 0, aside, participants)
+        after = round_of(chosen.path) if chosen is not None else 0
+        self._withdraw_models(after, aside, participants)
+        self._withdraw_summary(after)
         self.checkpoints.prune(policy.keep if policy.saves else None)
 
     def leave_saved(self, policy: CheckpointPolicy) -> None:
@@ -237,6 +239,16 @@ class RunFolder:
             make_folder(aside / "models")
             with writing(path):
                 os.replace(path, aside / "models" / path.name)
+
+    def _withdraw_summary(self, after: int) -> None:
+        """Delete what was said of a later end than the round that the run goes on from: it is not over any more."""
+        path = self.path / "summary.json"
+        try:
+            rounds = read_json(path, "--resume").get("rounds")
+        except ConfigError:  # there is none, or it says nothing
+            return
+        if isinstance(rounds, int) and rounds > after:
+            remove(path)
 
     def _trained(self, after: int, participants: Callable[[int], Iterable[int]]) -> set[int]:
         """Clients that may have trained in later rounds: by the tables' rows, and in one that a kill left without."""

@@ -157,6 +157,15 @@ def test_models_of_older_versions_stay_where_no_round_was_broken_off(folder, end
     assert models_left(folder) == [1, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("rounds", "stays"), [(1, True), (3, False)])
+def test_summary_of_a_later_end_goes_where_a_run_goes_on_from_before(folder, rounds, stays):
+    """Killed then, the run was said to be over, and its tables not to be what it wrote."""
+    chosen = saved_run(folder, [], last_row=rounds)
+    write_json(folder.path / "summary.json", {"rounds": rounds, "finished": True})
+    folder.leave_only(chosen, CheckpointPolicy(), lambda round: ())
+    assert (folder.path / "summary.json").exists() == stays
+
+
 def test_states_that_no_checkpoint_names_go_at_a_start_that_saves_nothing(folder):
     """A killed run with its clients' states on disk has left them."""
     saved_run(folder, [], last_row=1)
