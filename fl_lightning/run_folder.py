@@ -186,7 +186,7 @@ class RunFolder:
     ) -> None:
         """Put checkpoints that are newer than the one that a run goes on from aside, and say so.
 
-        Clients' models of later rounds go with them, or are deleted; what was said of a later end is deleted.
+        Clients' models of later rounds go with them, or are deleted; and so does what was said of a later end.
 
         States that no checkpoint names are deleted, also where a run begins anew: a kill in the middle of its first
         checkpoint leaves some, which later ones would be believed to name; so does one that saves nothing and has its
@@ -200,7 +200,7 @@ class RunFolder:
         aside = self._put_aside(chosen) if chosen is not None else None
         after = round_of(chosen.path) if chosen is not None else 0
         self._withdraw_models(after, aside, participants)
-        self._withdraw_summary(after)
+        self._withdraw_summary(after, aside)
         self.checkpoints.prune(policy.keep if policy.saves else None)
 
     def leave_saved(self, policy: CheckpointPolicy) -> None:
@@ -231,24 +231,18 @@ class RunFolder:
         silent = None in rounds.values()  # files of older versions
         trained = {f"{client:05d}.pt" for client in self._trained(after, participants)} if silent else set()
         for path, round in rounds.items():
-            if not path.is_file() or not (path.name in trained if round is None else round > after):
-                continue
-            if aside is None:
-                remove(path)
-                continue
-            make_folder(aside / "models")
-            with writing(path):
-                os.replace(path, aside / "models" / path.name)
+            if path.is_file() and (path.name in trained if round is None else round > after):
+                _take_away(path, None if aside is None else aside / "models")
 
-    def _withdraw_summary(self, after: int) -> None:
-        """Delete what was said of a later end than the round that the run goes on from: it is not over any more."""
+    def _withdraw_summary(self, after: int, aside: Path | None) -> None:
+        """Take away what was said of a later end than the round that the run goes on from: it is not over any more."""
         path = self.path / "summary.json"
         try:
             rounds = read_json(path, "--resume").get("rounds")
         except ConfigError:  # there is none, or it says nothing
             return
         if isinstance(rounds, int) and rounds > after:
-            remove(path)
+            _take_away(path, aside)
 
     def _trained(self, after: int, participants: Callable[[int], Iterable[int]]) -> set[int]:
         """Clients that may have trained in later rounds: by the tables' rows, and in one that a kill left without."""
@@ -380,6 +374,16 @@ def lock(file: Any, place: Path, key: str = "output") -> None:
 
 def _say_unlocked(folder: Path, why: str) -> None:
     say(f"nothing keeps a second process out of {folder}: {why}")
+
+
+def _take_away(path: Path, to: Path | None) -> None:
+    """Move a file into a folder; None deletes it."""
+    if to is None:
+        remove(path)
+        return
+    make_folder(to)
+    with writing(path):
+        os.replace(path, to / path.name)
 
 
 def _holds_files(folder: Path) -> bool:

@@ -166,6 +166,15 @@ def test_summary_of_a_later_end_goes_where_a_run_goes_on_from_before(folder, rou
     assert (folder.path / "summary.json").exists() == stays
 
 
+def test_summary_of_a_later_end_goes_aside_with_its_checkpoints(folder, capsys):
+    chosen = saved_run(folder, [], last_row=3)
+    folder.checkpoints.save(3, {}, {}, keep=2)
+    write_json(folder.path / "summary.json", {"rounds": 3, "finished": True})
+    folder.leave_only(chosen, CheckpointPolicy(), lambda round: ())
+    (aside,) = folder.path.rglob("summary.json")
+    assert str(aside.parent) in capsys.readouterr().err
+
+
 def test_states_that_no_checkpoint_names_go_at_a_start_that_saves_nothing(folder):
     """A killed run with its clients' states on disk has left them."""
     saved_run(folder, [], last_row=1)
