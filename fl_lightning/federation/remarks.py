@@ -85,6 +85,9 @@ def _of_evaluation(loop: FederatedLoop) -> Iterator[str]:
     known = loop.data, loop.board.alone, loop.identity
     if policy.reference is not None and (said := fairness.remarks_on(policy.reference, *known)):
         yield f"{fairness.KEY}: {said}"
+    if not (loop.examiner.columns or loop.examiner.tests_server):
+        why = "there is no global model for server" if policy.server else "so is server"
+        yield f"federation.evaluate: no accuracy is measured: trained and received are off, and {why}"
     if settings.early_stopping is None:
         return
     of_clients = not loop.patience.monitor.rpartition("/")[2].startswith("Server")

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -185,6 +186,17 @@ def test_what_is_configured_and_does_nothing_is_remarked(method, options, said, 
     loop = set_up_federation(lambda: method(mlp()), data=make_data(validation_fraction=0.25), **options)
     found = list(remarks(loop))
     assert [own.startswith(start) for own, start in zip(found, said, strict=True)] == [True] * len(said), found
+
+
+@pytest.mark.parametrize(
+    ("make", "server", "why"),
+    [(FedAvg, False, "so is server"), (Local, True, "there is no global model for server")],
+)
+def test_a_run_that_measures_no_accuracy_says_so(make, server, why, set_up_federation, mlp):
+    policy = EvaluationPolicy(trained=False, received=False, server=server)
+    said = f"federation.evaluate: no accuracy is measured: trained and received are off, and {why}"
+    assert said in remarks(set_up_federation(lambda: make(mlp()), evaluate=policy))
+    assert said not in remarks(set_up_federation(lambda: FedAvg(mlp()), evaluate=replace(policy, server=True)))
 
 
 def test_a_run_without_test_samples_and_one_of_a_single_class_are_remarked(set_up_federation, make_data, mlp):
