@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.checkup import Unsound, tensors_of
-from fl_lightning.core.message import ClassMeans, Message, Structured, bits_of, version_of
+from fl_lightning.core.message import ClassMeans, Message, Structured, writes_to
 from fl_lightning.core.walking import parts_of
 from fl_lightning.errors import ConfigError
 
@@ -32,12 +32,7 @@ class Heard:
         self._message = message
         self._tensors = tensors_of(message)
         self._by_bits = by_bits
-        self._were = self._state()
-
-    def _state(self) -> dict[str, tuple[int, int]]:
-        """Of each tensor how often it was written to, and what its bits add up to."""
-        bits = bits_of(self._tensors) if self._by_bits else {}
-        return {name: (version_of(tensor), bits.get(name, 0)) for name, tensor in self._tensors.items()}
+        self._were = writes_to(self._tensors, by_bits)
 
     def give(self, method: Method, data: OwnData) -> None:
         """Let a method take it, in containers of its own: what it takes out of them stays with the others.
@@ -75,8 +70,8 @@ class Heard:
         Raises:
             Unsound: naming the first tensor.
         """
-        for name, state in self._state().items():
-            if state != self._were[name]:
+        for name, now in writes_to(self._tensors, self._by_bits).items():
+            if now != self._were[name]:
                 said = f"{who} changes the {name} that it received in place, and others hear it, too: clone it first"
                 raise Unsound(said.lstrip())
 

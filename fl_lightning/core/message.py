@@ -410,6 +410,12 @@ def bits_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return dict(zip(there, torch.stack([own.to(sums[0].device) for own in sums]).tolist(), strict=True)) if sums else {}
 
 
+def writes_to(tensors: Mapping[str, Tensor], by_bits: bool = True) -> dict[str, tuple[int, int]]:
+    """Of each tensor how often it was written to and, where it is looked for, what its bits add up to (else 0)."""
+    bits = bits_of(tensors) if by_bits else {}
+    return {name: (version_of(tensor), bits.get(name, 0)) for name, tensor in tensors.items()}
+
+
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """float64, or float32 on devices that have no float64 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -16,7 +16,7 @@ from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.door import Door
 from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import NOTHING, Message, Size, bits_of, version_of
+from fl_lightning.core.message import NOTHING, Message, Size, writes_to
 from fl_lightning.core.private_mean import PrivateMean
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
@@ -395,5 +395,4 @@ class Star(Exchange):
 def _held(message: Message) -> dict[str, tuple[int, int, int]]:
     """Which tensors a message holds, how often each has been changed in place, and what its bits add up to."""
     tensors = tensors_of(message)
-    bits = bits_of(tensors)
-    return {name: (id(tensor), version_of(tensor), bits.get(name, 0)) for name, tensor in tensors.items()}
+    return {name: (id(tensors[name]), *now) for name, now in writes_to(tensors).items()}

@@ -22,9 +22,8 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
 
-from fl_lightning.core.message import bits_of, version_of
+from fl_lightning.core.message import bits_of
 from fl_lightning.errors import require
 from fl_lightning.federation.directory import directory_kept
 from fl_lightning.federation.flags import limits, told
@@ -59,7 +58,6 @@ class Fits:
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
         self._wanders = self._was_cut = False
-        self._known: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
         own = (each for each in trainer.callbacks if _has_state(each))  # type: ignore[attr-defined]
         self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
         timers = (each for each in trainer.callbacks if isinstance(each, Timer))  # type: ignore[attr-defined]
@@ -134,14 +132,9 @@ class Fits:
     @contextmanager
     def _untouched(self, module: ClientModule) -> Iterator[None]:
         """A stretch that may not change parameters which are neither exchanged nor put back."""
-        fixed = module.division.fixed_entries()
-        versions, before = self._known.get(id(module), ({}, {}))
-        if versions != _versions(fixed):
-            before = bits_of(fixed)
+        before = bits_of(module.division.fixed_entries())  # a write by `.data` has no version
         yield
-        fixed = module.division.fixed_entries()
-        after = bits_of(fixed)
-        self._known[id(module)] = _versions(fixed), after
+        after = bits_of(module.division.fixed_entries())
         changed = next((name for name, total in after.items() if total != before[name]), None)
         rule = f"{changed} comes frozen, and so does not travel, but a fit changed it: freeze it in on_fit_start"
         require(changed is None, "model", f"{rule}, or make it a buffer")
@@ -189,10 +182,6 @@ class Fits:
         iter(loop._data_fetcher)
         loop.max_batches = trainer.val_check_batch = length
         loop._last_train_dl_reload_epoch = 0
-
-
-def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: version_of(tensor) for name, tensor in tensors.items()}
 
 
 class _Tells(Callback):
