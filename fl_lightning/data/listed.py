@@ -76,12 +76,12 @@ class FromFile(ListedPartition):
             ConfigError: if the file is missing or of another kind, or lists more than one part.
         """
         clients = self._entries(num_clients)
-        tests = any(_holds(parts.get("test", ())) for parts in clients)
+        tests = any(lists_any(parts.get("test", ())) for parts in clients)
         ways = "file" if tests else "file, or global where the server alone has tests"
         for client, parts in enumerate(clients):
             others = (own for name, own in parts.items() if name != "train")
             rule = f"{self.path} lists several parts of client {client}; say data.split: {ways}"
-            require(not any(map(_holds, others)), "data.split", rule)
+            require(not any(map(lists_any, others)), "data.split", rule)
         return [parts["train"] for parts in clients]
 
     def listed(self, num_clients: int) -> list[Listed]:
@@ -157,7 +157,7 @@ class FromFile(ListedPartition):
         return content
 
 
-def _holds(part: Any) -> bool:
+def lists_any(part: Any) -> bool:
     """Whether a part lists anything, be it nothing that an index may be: lists of several lengths are no array."""
     if isinstance(part, np.ndarray):
         return part.size > 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fl_lightning.building import build
 from fl_lightning.configuration import short_name
+from fl_lightning.errors import ConfigError, own_code
 from fl_lightning.report.columns import BALANCED, LOSS, accuracy_of, is_score, is_validated, measure_of
 from fl_lightning.table.quantity import Figure
 
@@ -22,7 +24,7 @@ def _why(name: str, config: Mapping[str, Any]) -> str:
     data, federation = config["data"], config["federation"]
     if is_validated(name) and data["evaluate_on"] != "test":
         return "under data.evaluate_on: validation those of validation parts have the test parts' names"
-    if is_validated(name) and not data["validation_fraction"] and data["split"] != "file":
+    if is_validated(name) and not data["validation_fraction"] and not lists_validation(data):
         return "its runs have no validation parts: set data.validation_fraction above 0"
     if measure := _unknown_measure(name, config):
         return f"its runs do not measure {measure}: name it under metrics"
@@ -36,6 +38,25 @@ def _why(name: str, config: Mapping[str, Any]) -> str:
     if spent == "epsilon" and not any(map(_may_spend, federation.get("wire") or ())):
         return "its runs spend no privacy: put ClipAndNoise into federation.wire"
     return _untested(name, config)
+
+
+def lists_validation(data: Mapping[str, Any]) -> bool:
+    """Whether the partition itself says which samples are for validation, so that no share of the others is.
+
+    Args:
+        data: that section of a resolved configuration.
+    """
+    if data["split"] != "global":
+        return bool(data["split"] == "file")
+    from fl_lightning.data.listed import ListedPartition, lists_any  # here: other splits do not wait for torch
+
+    try:
+        partition = build(data["partition"], "data.partition")
+        with own_code("data.partition", partition):
+            listed = partition.listed(data["num_clients"]) if isinstance(partition, ListedPartition) else ()
+            return any(lists_any(validation) for _, validation, _ in listed)
+    except ConfigError:  # which the run itself says
+        return True
 
 
 def _untested(name: str, config: Mapping[str, Any]) -> str:

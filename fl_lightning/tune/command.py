@@ -23,7 +23,7 @@ from fl_lightning.report.record import watched_by
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of, trained_nobody
-from fl_lightning.table.lacking import why_lacking
+from fl_lightning.table.lacking import lists_validation, why_lacking
 from fl_lightning.table.overlays import Overlay, classes_first, option, spelled_out, split_options
 from fl_lightning.table.progress import Pace, Progress, duration, forecast, side_by_side
 from fl_lightning.table.quantity import ran_away
@@ -96,7 +96,7 @@ class Tuning:
         row = Row(contender.name, contender.overlay)
         plain = cell_of(row, COLUMN, words, self.search.seeds[0], self.cells)
         data = plain.config["data"]
-        if data.get("split") != "file":  # which lists validation parts itself
+        if not lists_validation(data):
             words.append(f"--data.validation_fraction={data.get('validation_fraction') or self.search.validation}")
         words.append("--data.evaluate_on=validation")
         why = why_lacking(self.search.monitor, plain.config)

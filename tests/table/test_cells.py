@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -201,6 +202,18 @@ def test_figure_that_no_run_can_have_is_refused(tmp_path, figure, settings, said
     assert caught.value.key == f"rows.FedAvg, columns.{definition.columns[0].name}"
     assert f"there is no {figure}: " in str(caught.value)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_figure_on_validation_parts_that_the_partitions_file_lists_is_there_under_split_global(tmp_path, listed):
+    """It was refused, with the advice to set a fraction, which the run refuses."""
+    own = {"train": [0, 1], "validation": [2]} if listed else {"train": [0, 1]}
+    (tmp_path / "who.json").write_text(json.dumps([own, {"train": [3, 4]}]))
+    data = f"{{split: global, num_clients: 2, partition: FromFile, partition.path: {tmp_path}/who.json}}"
+    rest = f"columns: {{A: {{}}}}\nrows: {{FedAvg: {{set: {{data: {data}}}}}}}\n"
+    (tmp_path / "own.yaml").write_text(f"base: {{files: [quickstart]}}\nfigure: Server-V.last\n{rest}")
+    with nullcontext() if listed else pytest.raises(ConfigError, match=r"set data\.validation_fraction above 0"):
+        assert len(cells_of(read_definition(tmp_path / "own.yaml"), Choice(tmp_path))) == 1
 
 
 @pytest.mark.parametrize(

@@ -439,6 +439,20 @@ def test_values_of_another_figure_do_not_stand_below_this_ones_name(search, tmp_
     assert "90.00" not in (tuning.folder / "tune.md").read_text()
 
 
+@pytest.mark.parametrize(("listed", "fraction"), [(True, 0.0), (False, 0.2)])
+def test_validation_parts_that_the_partitions_file_lists_are_taken_as_they_are(tmp_path, listed, fraction):
+    """Under `split: global` a fraction was laid over them, which every run refused."""
+    own = {"train": [0, 1], "validation": [2]} if listed else {"train": [0, 1]}
+    (tmp_path / "who.json").write_text(json.dumps([own]))
+    data = f"{{split: global, num_clients: 1, partition: FromFile, partition.path: {tmp_path}/who.json}}"
+    rest = "monitor: Server-T.last\nrows: {A: {space: {optimizer.lr: [0.1]}}}\n"
+    (tmp_path / "s.yaml").write_text(f"base: {{files: [quickstart], set: {{method: FedAvg, data: {data}}}}}\n{rest}")
+    tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
+    (cell,) = tuning.cells_at(tuning.contenders[0], {"optimizer.lr": 0.1})
+    assert cell.config["data"]["evaluate_on"] == "validation"
+    assert cell.config["data"]["validation_fraction"] == fraction
+
+
 # --- what was chosen --------------------------------------------------------------------------------------------------
 
 CHOICES = {
