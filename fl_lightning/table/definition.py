@@ -214,11 +214,7 @@ class _Reader:
         node = self.content.get(key)
         require(isinstance(node, Mapping) and bool(node), key, f"must name the table's {key}", node)
         assert isinstance(node, Mapping)
-        named = [(printable(name_in(key, name)), {} if value is None else value) for name, value in node.items()]
-        names = [name for name, _ in named]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        require(twice is None, key, "must have names that differ when they are printed", twice)
-        return named
+        return [(name, {} if value is None else value) for name, value in _named(node, key)]
 
     def _column(self, name: str, node: Any, default: Mapping[str, Figure]) -> Column:
         key = f"columns.{name}"
@@ -232,8 +228,8 @@ class _Reader:
         require(
             not given or "figure" not in node, f"{key}figure", "must be left out beside figures", node.get("figure")
         )
-        named = {name_in(f"{key}figures", name): figure for name, figure in given.items()}
-        figures = {name: read_figure(figure, f"{key}figures.{name}") for name, figure in named.items()}
+        named = _named(given, f"{key}figures")
+        figures = {name: read_figure(figure, f"{key}figures.{name}") for name, figure in named}
         one = {"": read_figure(node["figure"], f"{key}figure")} if "figure" in node else {}
         return figures or one
 
@@ -248,10 +244,11 @@ class _Reader:
         figure = read_figure(node["figure"], f"{key}.figure") if "figure" in node else None
         given = given_in(node, "figures", {})
         require(isinstance(given, Mapping), f"{key}.figures", "must hold figures by name", given)
-        for printed in given:
-            _among(str(printed), dict.fromkeys(n for c in columns for n in c.figures), f"{key}.figures.{printed}")
-        shown = {name: one for name, one in given.items() if one is not None}
-        figures = {**dict.fromkeys(map(str, given)), **self._figures({"figures": shown}, f"{key}.")}
+        printed = dict(_named(given, f"{key}.figures"))
+        for name in printed:
+            _among(name, dict.fromkeys(n for c in columns for n in c.figures), f"{key}.figures.{name}")
+        shown = {name: one for name, one in printed.items() if one is not None}
+        figures = {**dict.fromkeys(printed), **self._figures({"figures": shown}, f"{key}.")}
         return Row(name, overlay, figure, figures, different)
 
     def _overlay(self, node: Any, key: str, beside: Sequence[str] = ()) -> Overlay:
@@ -274,6 +271,19 @@ class _Reader:
                 printed = {str(n): _printed(value, key) for n, value in figures.items() if value is not None}
                 found.setdefault(str(row), {})[str(column)] = printed
         return found
+
+
+def _named(node: Mapping[Any, Any], key: str) -> list[tuple[str, Any]]:
+    """What a part of a file holds by name, with names as they are printed.
+
+    Raises:
+        ConfigError: if two of them are printed alike.
+    """
+    named = [(printable(name_in(key, name)), value) for name, value in node.items()]
+    names = [name for name, _ in named]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, key, "must have names that differ when they are printed", twice)
+    return named
 
 
 def _require_comparable(table: Definition) -> None:

@@ -70,6 +70,17 @@ def test_figures_of_the_table_of_a_column_and_of_a_row(write):
         read_definition(write(text.replace("S: null", "K: null")))
 
 
+def test_a_figure_s_name_is_printed_so_that_it_stays_in_its_line(write):
+    """A separator of lines in it cost the table its page, and an escape sequence was written as it is."""
+    text = GOOD.replace("{L: Local-T.best", '{"L\\Lx\\e[31m": Local-T.best').replace("L: 50, ", "")
+    table = read_definition(write(text))
+    name = "L\\u2028x\\x1b[31m"
+    assert [name for _, name in table.heads] == ["", name, "G"]
+    values = {("FedAvg", Head("B", name)): Value({0: 50.0})}
+    assert "\x1b" not in markdown(table, values)
+    assert shown(table, values).heads == [f"B {name}"]
+
+
 @pytest.mark.parametrize(
     ("said", "value", "spread"),
     [
@@ -242,6 +253,7 @@ def test_a_column_s_name_may_hold_dots(write):
         ("columns:\n", "columns:\n  on: {}\n", "columns", "by YAML as true"),
         ("  Ours:", "  No:", "rows", "put it in quotes"),
         ("{L: Local-T.best", "{null: Local-T.best", "columns.B.figures", "by YAML as null"),
+        ("{L: Local-T.best", "{1: Local-T.last, '1': Local-T.best", "columns.B.figures", "must have names that differ"),
         ("title: T", "rank: 3", "rank", "a list"),
         ("Ours: {columns: {A: null}, figure: Local-T.last}", f"{LOSS}\nrank: [L]", "rank", "B has rows with figures"),
         ("figure: Server-T.last", "figure: {of: Server-T.last, scale: .inf}", "figure.scale", "finite"),
