@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_FORMULA = re.compile(r"[=+\-@\t\r]")
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+"""How a formula begins, or a text that would be read back as what stands behind such an apostrophe."""
 _WORDS = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
 _FORMULAS = {
     "±": r"\pm", "−": "-", "×": r"\times", "·": r"\cdot", "≤": r"\leq", "≥": r"\geq", "≈": r"\approx",
@@ -31,8 +32,8 @@ def in_spreadsheet(text: str) -> str:
 def out_of_spreadsheet(cell: str) -> str:
     """The text that `in_spreadsheet` was given.
 
-    >>> out_of_spreadsheet("'=1+1"), out_of_spreadsheet("'s")
-    ('=1+1', "'s")
+    >>> [out_of_spreadsheet(in_spreadsheet(text)) for text in ("=1+1", "'=1+1", "-1.5", "'s")]
+    ['=1+1', "'=1+1", '-1.5', "'s"]
     """
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell, 1) else cell
 

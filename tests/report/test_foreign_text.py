@@ -91,7 +91,7 @@ def test_configuration_that_grows_through_aliases_is_damaged(hostile):
 
 # --- what other programs read ---------------------------------------------------------------------------------------
 
-ROWS = ("=cmd|'/c calc'!A1", "@SUM(1)", "+a | b", "<script>harm</script>", r"\write18{ls} ~ 2^3", "\x1b[2J")
+ROWS = ("=cmd|'/c calc'!A1", "@SUM(1)", "+a | b", "<script>harm</script>", r"\write18{ls} ~ 2^3", "'@SUM(1)", "\x1b[2J")
 
 
 @pytest.fixture
