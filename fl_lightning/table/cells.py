@@ -31,6 +31,7 @@ from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
+from fl_lightning.report.record import num_evaluated
 from fl_lightning.report.recorded_run import has_ended, rows_of, who_holds
 from fl_lightning.report.wandb_name import CLASS_PATH
 from fl_lightning.sealed import read_json
@@ -312,13 +313,18 @@ def of_edited_folders(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
 
 
 def of_extended_runs(cells: Iterable[Cell]) -> list[str]:
-    """A line on each finished cell whose run somebody has extended since: what is known of its own rounds alone."""
-    return [
-        f"{cell.title}: its run was extended to {longer} rounds; its figures are of the first {cell.end}, "
-        "and what a run says of itself at its end is missing"
-        for cell in cells
-        if (longer := cell.extended_to) and cell.finished
-    ]
+    """A line on each finished cell whose run somebody has extended since: what is known of its own rounds alone.
+
+    A run that was extended before its end has not tested what would have been its last round, if no other is due there.
+    """
+    found = []
+    for cell in (cell for cell in cells if cell.extended_to and cell.finished):
+        own = f"its run was extended to {cell.extended_to} rounds; its figures are of the first {cell.end}"
+        tested = [row["round"] for row in cell.rows() if num_evaluated([row])]
+        lacks = tested[-1:] if cell.end == cell.rounds and cell.end not in tested else []
+        said = f", of which round {cell.end} was not tested, so that round {lacks[0]} stands for it" if lacks else ""
+        found.append(f"{cell.title}: {own}{said}, and what a run says of itself at its end is missing")
+    return found
 
 
 def made_alike(table: Definition, choice: Choice, cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:

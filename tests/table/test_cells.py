@@ -82,6 +82,20 @@ def test_run_that_went_on_after_its_patience_was_at_an_end_has_the_rounds_before
     assert len(notes) == (has < 6)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "said"), [(3, "3, of which round 3 was not tested, so that round 2 stands for it, and"), (2, "2, and")]
+)
+def test_last_round_that_a_run_has_not_tested_because_it_was_extended_is_named(rounds, said, tmp_path):
+    """Extended before its end, with `evaluate_every: 2`, a run of three rounds had its second one's figures as last."""
+    config = {"method": "their.Method", "data": {"dataset": "their.Data"}, "federation": {"rounds": rounds}}
+    cell = Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, config, (), tmp_path)
+    cell.folder.mkdir()
+    (cell.folder / "metrics.csv").write_text("round,Local-T\n1,\n2,0.5\n3,\n4,0.6\n")
+    write_json(cell.folder / "summary.json", {"finished": True, "rounds": 4})
+    (note,) = of_extended_runs([cell])
+    assert f"its figures are of the first {said} what" in note
+
+
 def test_a_figure_that_no_round_has_is_not_what_a_run_waited_for(tmp_path):
     """`Server-T` of a method without a global model: the table took the first rounds for all."""
     config = {"method": "their.Method", "data": {"dataset": "their.Data", "evaluate_on": "validation"}}
