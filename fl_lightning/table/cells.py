@@ -151,8 +151,17 @@ class Cell:
     @property
     def clients(self) -> str:
         """Who holds which samples: runs that have it in common have the same clients; empty where nothing says it."""
+        return self._who_holds[0]
+
+    @property
+    def holders(self) -> str:
+        """The same in whatever parts, which each seed may cut anew; empty where nothing lists them."""
+        return self._who_holds[1]
+
+    @property
+    def _who_holds(self) -> tuple[str, str]:
         path = self.folder / "partition.json"
-        return _clients_of(path, path.stat().st_mtime_ns) if path.is_file() else ""
+        return _clients_of(path, path.stat().st_mtime_ns) if path.is_file() else ("", "")
 
     @property
     def finished(self) -> bool:
@@ -202,12 +211,16 @@ class Cell:
 
 
 @lru_cache(maxsize=4096)
-def _clients_of(path: Path, changed: int) -> str:
-    """What a `partition.json` says of its clients, read once until it changes."""
+def _clients_of(path: Path, changed: int) -> tuple[str, str]:
+    """What a `partition.json` says of its clients, read once until it changes: in their parts, and in whatever ones."""
     try:
-        return who_holds(read_json(path, "table"))
+        record = read_json(path, "table")
     except ConfigError:
-        return ""
+        return "", ""
+    clients = record.get("clients") or []  # a `Population` lists none
+    pools = [sorted(index for part in own.values() for index in part) for own in clients]
+    text = json.dumps([record.get("samples"), pools])
+    return who_holds(record), hashlib.sha256(text.encode()).hexdigest() if pools else ""
 
 
 def cells_of(table: Definition, choice: Choice) -> list[Cell]:

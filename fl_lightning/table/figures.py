@@ -32,7 +32,8 @@ class Value:
     Args:
         seeds: seed -> the figure, in the table's unit.
         clients: (seed, client) -> its figure, the mean over rounds; empty where the figure is none of clients', or all
-            are tested on the same samples, so that they are no pairs of a test.
+            are tested on the same samples, so that they are no pairs of a test. Of seeds whose clients hold the
+            same samples the least stands for all: a client is one pair, with the mean over them.
         weights: the same -> its share of the mean: by its samples where that is weighted, and by how often it was
             tested.
         partitions: seed -> who holds which samples there (`Cell.clients`).
@@ -113,7 +114,8 @@ def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
 def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
     value = Value(less_is_better=figure.less_is_better)
     beside: dict[str, list[float]] = {}
-    for run in runs:
+    first: dict[str, int] = {}  # seed of those who hold the same samples
+    for run in sorted(runs, key=lambda run: run.seed):
         rows = run.rows()
         known = moments(figure, rows, run.summary(), watched_by(run.config, rows))
         if figure.report not in known:
@@ -123,12 +125,21 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
             if moment in known:
                 beside.setdefault(moment, []).append(scale * known[moment])
         value.partitions[run.seed] = run.clients
+        seed = first.setdefault(run.holders or str(run.seed), run.seed)
         of_clients = _of_clients(run, figure, rows)
         for client, (own, share) in sorted(of_clients.items()) if figure.pairs_clients else ():
-            value.clients[run.seed, client], value.weights[run.seed, client] = scale * own, share
+            _count(value, (seed, client), scale * own, share)
         value.spreads += [scale * float(np.std([own for own, _ in of_clients.values()]))] if of_clients else []
     value.beside = {moment: float(np.mean(own)) for moment, own in beside.items()}
     return value
+
+
+def _count(value: Value, client: tuple[int, int], own: float, share: float) -> None:
+    """Take in a client's figure and its share of a seed's mean, beside those of it in other seeds."""
+    before = value.weights.get(client, 0.0)
+    if before:
+        own = (before * value.clients[client] + share * own) / (before + share)
+    value.clients[client], value.weights[client] = own, before + share
 
 
 def figure_of(run: Cell, figure: Figure) -> float | None:

@@ -15,6 +15,7 @@ from fl_lightning.sealed import write_json
 from fl_lightning.table.cells import (
     Cell,
     Choice,
+    _clients_of,
     cells_of,
     of_edited_folders,
     of_extended_runs,
@@ -113,6 +114,20 @@ def test_who_holds_which_samples_is_read_of_a_run_that_was_extended_too(cell):
     write_json(cell.folder / "summary.json", {"finished": True, "rounds": 9})
     assert cell.summary() == {}
     assert cell.clients == "of indices of pixels"
+
+
+def test_clients_are_the_same_in_whatever_parts_a_seed_cuts_their_samples(tmp_path):
+    """As of sites, users or a public code's own seed: they are no new clients under another seed of the run."""
+
+    def holders(changed, **client):
+        record = {"hash": f"of seed {changed}", "samples": "of pixels", "clients": [client] if client else []}
+        write_json(tmp_path / "partition.json", record)
+        return _clients_of(tmp_path / "partition.json", changed)[1]
+
+    first = holders(0, train=[1, 4], validation=[], test=[7])
+    assert first == holders(1, train=[4], validation=[1], test=[7]) == holders(2, train=[7, 1], test=[4])
+    assert first != holders(3, train=[1, 4], test=[8])
+    assert holders(4) == ""  # a `Population` lists nobody
 
 
 def test_run_of_an_older_version_that_says_nothing_of_its_tables_is_finished(cell):

@@ -73,13 +73,14 @@ def test_one_seed_is_compared_over_clients():
     assert not differ(Value(seeds={0: 1.0}), Value(seeds={0: 2.0}))  # Server-T of one seed: nothing to compare with
 
 
-def value_of(folder, *seeds, partition="one"):
+def value_of(folder, *seeds, partition="one", holders=""):
     """Local-T.last of runs, each seed's given as {client: Local-T}."""
     runs = []
     for seed, clients in enumerate(seeds):
         run = run_of(folder / str(seed), [(1, client, own, 0) for client, own in clients.items()])
         run.seed, run.rows = seed, lambda own=clients: [{"round": 1, "Local-T": float(np.mean(list(own.values())))}]
         run.summary, run.clients = dict, partition  # as of a run that was extended: its summary is of more rounds
+        run.holders = holders
         runs.append(run)
     return _value(runs, Figure("Local-T", "last"), 100.0)
 
@@ -103,6 +104,19 @@ def test_clients_of_another_seed_are_others_whatever_their_numbers(tmp_path, ord
     assert paired_by(*values) == "12 clients"
     apart = 100 * gaps.ravel()
     assert over_clients(*values) == pytest.approx(stats.t.interval(0.95, 11, apart.mean(), stats.sem(apart)))
+
+
+def test_a_client_of_two_seeds_is_one_pair(tmp_path):
+    """Of a partition from a file it was one a seed: what sets it apart counted twice, and intervals were too narrow."""
+    draw = np.random.default_rng(5)
+    base, gaps = draw.uniform(0.5, 0.7, (2, 4)), draw.normal(0.05, 0.05, 4) + draw.normal(0, 0.01, (2, 4))
+    values = []
+    for name, own in (("first", base + gaps), ("second", base)):
+        (tmp_path / name).mkdir()
+        values.append(value_of(tmp_path / name, *(dict(enumerate(seed)) for seed in own), holders="those of a file"))
+    assert paired_by(*values) == "4 clients"
+    apart = 100 * gaps.mean(0)
+    assert over_clients(*values) == pytest.approx(stats.t.interval(0.95, 3, apart.mean(), stats.sem(apart)))
 
 
 def test_clients_of_another_partition_are_no_pairs(tmp_path):
@@ -175,7 +189,7 @@ def run_of(folder, clients, config=None):
     folder.mkdir()
     lines = [",".join(map(str, (*row, 10))) for row in clients]
     (folder / "clients.csv").write_text("\n".join(["round,client,Local-T,attacker,num_test", *lines, ""]))
-    return SimpleNamespace(folder=folder, summary=dict, clients="", config=config or {})
+    return SimpleNamespace(folder=folder, summary=dict, clients="", holders="", config=config or {})
 
 
 def test_attackers_and_newcomers_are_in_no_spread_and_no_test(tmp_path):
