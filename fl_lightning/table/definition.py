@@ -159,7 +159,7 @@ class _Reader:
 
     def definition(self) -> Definition:
         content, path = self.content, self.path
-        default = self._figures(content, "") or {"": read_figure("Local-T.last", "figure")}
+        default = self._figures(content, "") or {"": read_figure("Local-T.mean_last_10", "figure")}
         columns = tuple(self._column(name, node, default) for name, node in self._section("columns"))
         self._require_heads_that_differ(columns)
         rows = tuple(self._row(name, node, columns) for name, node in self._section("rows"))
@@ -245,9 +245,9 @@ class _Reader:
         given = given_in(node, "figures", {})
         require(isinstance(given, Mapping), f"{key}.figures", "must hold figures by name", given)
         printed = dict(_named(given, f"{key}.figures"))
-        for name in printed:
-            _among(name, dict.fromkeys(n for c in columns for n in c.figures), f"{key}.figures.{name}")
-        shown = {name: one for name, one in printed.items() if one is not None}
+        for head in printed:
+            _among(head, dict.fromkeys(n for c in columns for n in c.figures), f"{key}.figures.{head}")
+        shown = {head: one for head, one in printed.items() if one is not None}
         figures = {**dict.fromkeys(printed), **self._figures({"figures": shown}, f"{key}.")}
         return Row(name, overlay, figure, figures, different)
 

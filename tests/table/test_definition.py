@@ -66,8 +66,14 @@ def test_figures_of_the_table_of_a_column_and_of_a_row(write):
     assert str(table.figure(ours, b, "L")) == "Local-T_std.last"
     assert table.figure(ours, a, "S") is None
     assert str(table.figure(ours, b, "G")) == "Global-T.mean_last_10"
+    assert [row.name for row in table.rows] == ["FedAvg", "Ours"]
     with pytest.raises(ConfigError, match=r"^rows\.Ours\.figures\.K: "):
         read_definition(write(text.replace("S: null", "K: null")))
+
+
+def test_figure_of_a_table_that_names_none_is_of_more_than_one_round(write):
+    table = read_definition(write(GOOD.replace("figure: Server-T.last", "")))
+    assert str(table.columns[0].figures[""]) == "Local-T.mean_last_10"
 
 
 def test_a_figure_s_name_is_printed_so_that_it_stays_in_its_line(write):
