@@ -37,7 +37,7 @@ class Door(ABC):
 
         Args:
             round: 1-based.
-            previous: what the server had sent.
+            previous: what the server had sent, as the round's clients have heard it where that matters.
         """
 
     def partial(self) -> Any:

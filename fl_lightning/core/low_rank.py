@@ -131,7 +131,7 @@ class LowRankServer(Server):
 
     def close_round(self) -> None:
         """Average, then approximate what has changed."""
-        before, came = self.message.weights, not self._weights.empty
+        before, came = self.started.weights, not self._weights.empty
         super().close_round()
         if came:
             self.message = approximated(self.message, before, self.energy(self.round))

@@ -20,6 +20,8 @@ from fl_lightning.errors import own_code, require, require_choices
 from fl_lightning.seeding import isolated_streams
 
 Weighting = Literal["samples", "uniform"]
+Heard = Callable[[Message, int], Message]
+"""A message as it is sent, and the round -> the message as it arrives."""
 
 
 class Server:
@@ -72,6 +74,8 @@ class Server:
         """What follows the mean; None takes the mean itself."""
         self.expected: Callable[[int], float] | None = None
         """Round -> clients that a private mean divides by, whoever comes; None where those who came count."""
+        self.as_heard: Heard | None = None
+        """What the wire makes of a message on its way down; None where what comes in is about what was sent."""
         self.open_round()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -112,6 +116,11 @@ class Server:
     def round(self) -> int:
         """The present round, 1-based; 0 before the first."""
         return self.facts.round
+
+    @property
+    def started(self) -> Message:
+        """The message as the round's clients have heard it, which what they send are updates of."""
+        return self.message if self.as_heard is None else self.as_heard(self.message, self.round)
 
     def message_for(self, client: int) -> Message:
         """What `client` receives at the start of its next round. The same for all unless a method says otherwise."""
@@ -198,7 +207,7 @@ class Server:
             return mean
         came = len(self.facts.participants) if self.expected is None else self.expected(self.round)
         self.optimizer.share = came / self.facts.num_clients
-        return self.optimizer.step(self.message.weights, mean)
+        return self.optimizer.step(self.started.weights, mean)
 
     def aggregate(self, messages: Mapping[int, Message]) -> Message:
         """One whole round at once: fold in `messages` and return what goes out."""

@@ -18,10 +18,10 @@ from fl_lightning.core.door import Door
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size, writes_to
 from fl_lightning.core.private_mean import PrivateMean
-from fl_lightning.core.server import Server
+from fl_lightning.core.server import Heard, Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, own_code, require
-from fl_lightning.federation.guarding import Guard, Heard, as_sent
+from fl_lightning.federation.guarding import Guard
 from fl_lightning.federation.unsaved import Kept, Unsaved, checked_state, names_of_ours
 from fl_lightning.seeding import streams_of_own_code
 from fl_lightning.terminal import say
@@ -90,6 +90,13 @@ class Exchange(ABC):
         """What was made of the round that was closed last, with who made it, to be looked at before it is sent."""
         return ()
 
+    def know(self, heard: Heard) -> None:  # noqa: B027 - nothing comes down where there is no server
+        """Learn what becomes of a server's message on its way down.
+
+        Args:
+            heard: what clients receive of a message that the server sends in a round.
+        """
+
     def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:
         """Let an optimizer follow the server's mean.
 
@@ -108,14 +115,13 @@ class Exchange(ABC):
         rule = f"noise at the server needs one, which a federation on a {type(self).__name__} has not: must be client"
         raise ConfigError("federation.wire.where", rule, "server")
 
-    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int, heard: Heard = as_sent) -> None:
+    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int) -> None:
         """Let a robust rule take the mean's place.
 
         Args:
             aggregator: the rule.
             template: a client.
             participants: the fewest of a round in which nobody fails, on average where they are drawn singly.
-            heard: what clients receive of a message that the server sends in a round.
 
         Raises:
             ConfigError: if there is no such mean, or the rounds are too small.
@@ -244,6 +250,10 @@ class Star(Exchange):
         self.increments = self.server.increments
 
     @override
+    def know(self, heard: Heard) -> None:
+        self.server.as_heard = heard
+
+    @override
     def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:
         name = type(template.method).__name__
         does = self.server.only_averages and bool(self.server.message.weights)
@@ -264,10 +274,11 @@ class Star(Exchange):
         noise = "ClipAndNoise at the server blurs a mean, and a robust rule makes none: one of the two must go"
         require(self.door is None, AGGREGATOR, noise)
         self.door, server.expected = mean, mean.expected
+        server.as_heard = None  # it adds the mean update to what it has sent, whatever clients have heard of that
 
     @override
-    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int, heard: Heard = as_sent) -> None:
-        self.door = Guard(aggregator, self.server, template.method, participants, heard)
+    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int) -> None:
+        self.door = Guard(aggregator, self.server, template.method, participants)
 
     @override
     def inbox(self, client: int) -> Message:
@@ -319,7 +330,7 @@ class Star(Exchange):
     def close(self) -> None:
         with self._streams("close"):
             if self.door is not None:
-                for client, message in self.door.release(self.server.round, self.server.message):
+                for client, message in self.door.release(self.server.round, self.server.started):
                     self.server.collect(client, message)
             self.server.close_round()
         self._check_sent(self.server.message)

@@ -100,7 +100,7 @@ class Quantize(WireFilter):
         bits: of a code, 8 or 16.
         error_feedback: add what the message before left out; needs the way up.
         ways: ``up``, ``down`` or ``both``. Down, every client hears the server's one message quantised; the server
-            keeps the exact one.
+            keeps the exact one, and takes their updates from what they have heard.
         updates: quantise what a client's weights changed by; needs the way up. None is false.
 
     Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and

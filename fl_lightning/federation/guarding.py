@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,6 @@ from fl_lightning.core.vectors import Unsuited
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.terminal import say
 
-Heard = Callable[[Message, int], Message]
-"""A message as it is sent, and the round -> the message as it arrives."""
-
-
-def as_sent(message: Message, round: int) -> Message:
-    """Nothing is lost on the way."""
-    return message
-
 
 class Guard(Door):
     """Stands between clients and a server that averages.
@@ -35,7 +27,6 @@ class Guard(Door):
         server: set up.
         method: a client's.
         participants: the fewest of a round in which nobody fails, on average where they are drawn singly.
-        heard: what clients receive of a message that the server sends in a round.
 
     Raises:
         ConfigError: if the server makes something else than means of messages, or rounds are too small for the rule.
@@ -44,10 +35,8 @@ class Guard(Door):
     key = "aggregator"
     rule: Aggregator
 
-    def __init__(
-        self, aggregator: Aggregator, server: Server, method: Method, participants: int, heard: Heard = as_sent
-    ) -> None:
-        self.rule, self.heard = aggregator, heard
+    def __init__(self, aggregator: Aggregator, server: Server, method: Method, participants: int) -> None:
+        self.rule = aggregator
         self.increments = server.increments
         self.name, self.method = type(aggregator).__name__, type(method).__name__
         averages = (
@@ -82,7 +71,7 @@ class Guard(Door):
 
         Args:
             round: 1-based.
-            previous: what the server had sent.
+            previous: what the round's clients had heard.
 
         Raises:
             ConfigError: for an artifact that the rule cannot treat.
@@ -95,7 +84,7 @@ class Guard(Door):
             return iter(())
         try:
             messages = list(held.values())
-            treated = self.rule.treat(messages, self._reference(self.heard(previous, round), messages))
+            treated = self.rule.treat(messages, self._reference(previous, messages))
         except Unsuited as error:
             rule = f"cannot take {self.method}'s {error}, which is no floating-point tensor: must be null"
             raise ConfigError(KEY, rule, self.name) from error

@@ -128,25 +128,25 @@ class FederatedLoop:
         self.patience = patience_of(settings.early_stopping, filled, data, settings.evaluate, settings.newcomers.after)
 
     def _set_up_exchange(self) -> None:
-        template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
+        runner, settings, hostile, template = self.runner, self.settings, self.runner.attackers, self.runner.modules[0]
         exchange = exchange_of(template.method) if settings.exchange is None else settings.exchange
-        self.wire = Wire(settings.wire or (), exchange, self.runner.trained_names, self.seed)
-        exchange.setup(template, facts)
-        self.runner.keeps_shared, self.runner.attackers.increments = exchange.keeps_shared, exchange.increments
+        self.wire = Wire(settings.wire or (), exchange, runner.trained_names, self.seed)
+        exchange.setup(template, runner.facts)
+        exchange.know(self.wire.down)
+        runner.keeps_shared, hostile.increments = exchange.keeps_shared, exchange.increments
         if settings.server_optimizer is not None:
             exchange.optimize(settings.server_optimizer, template)
         if settings.aggregator is not None:
-            exchange.guard(settings.aggregator, template, self.calendar.fewest, self.wire.down)
-        self.account = start_account(settings.wire or (), exchange, template, facts, self.calendar)
-        self.workers = of_one_kind(Workers.present(spread=self.runner.single_device), self.data)
+            exchange.guard(settings.aggregator, template, self.calendar.fewest)
+        self.account = start_account(settings.wire or (), exchange, template, runner.facts, self.calendar)
+        self.workers = of_one_kind(Workers.present(spread=runner.single_device), self.data)
         self.carriers = Carriers(exchange, self.seed)
-        self.exchange = shared_exchange(exchange, self.workers, self.runner.device, self.carriers)
+        self.exchange = shared_exchange(exchange, self.workers, runner.device, self.carriers)
         if settings.compile:
-            compile_steps(self.runner, self.workers.is_main)
-        self.cohort = Cohort(self.runner, settings.cohort, self.exchange.in_turn, self.workers.is_main, settings.graph)
+            compile_steps(runner, self.workers.is_main)
+        self.cohort = Cohort(runner, settings.cohort, self.exchange.in_turn, self.workers.is_main, settings.graph)
         self.posts = Posts(self.exchange, self.carriers, in_order=self.cohort.size is None)
-        hostile = self.runner.attackers.collude
-        self.collusion = Collusion(self.runner, self.posts, self.workers, exchange.in_turn) if hostile else None
+        self.collusion = Collusion(runner, self.posts, self.workers, exchange.in_turn) if hostile.collude else None
 
     # --- running ----------------------------------------------------------------------------------------------------
 

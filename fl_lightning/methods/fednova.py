@@ -185,9 +185,10 @@ class NormalisedServer(Server):
     def close_round(self) -> None:
         """Turn what came in into the next message. If nothing came in, the old one stays."""
         before, moved = self.message.weights, {}
+        began = self.started.weights
         if not self._mean.empty:
             factor = (self._effective / self.num_samples) * (self._inverse / self.num_samples)
-            moved = {name: self._moved(name, before[name], m, factor) for name, m in self._mean.result().items()}
+            moved = {name: self._moved(name, began[name], m, factor) for name, m in self._mean.result().items()}
         super().close_round()
         weights = {name: moved.get(name, self.message.weights.get(name, before[name])) for name in before}
         self.message = replace(self.message, weights=weights)
