@@ -77,8 +77,8 @@ class FedDyn(Method):
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
-        trained = [name for name, _ in self.named_parameters()]
-        return OptimizingServer(initial, DynamicMean(lr=1.0), trained, weighting="uniform")
+        held = [f"model.{name}" for name, _ in self.model.named_parameters()]  # what terms share has no penalties
+        return OptimizingServer(initial, DynamicMean(lr=1.0), held, weighting="uniform")
 
 
 class DynamicMean(ServerOptimizer):

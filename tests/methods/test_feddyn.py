@@ -1,12 +1,14 @@
 """FedDyn, beside its algorithm in the paper's own words: g_k and h, and not what has moved."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddyn import FedDyn
 
@@ -67,6 +69,19 @@ def test_first_fit_is_fedproxs_and_a_step_of_zero_moves_nothing(mlp, run_federat
     fedavg = run_federation(lambda: FedAvg(mlp()), rounds=1)
     size = fedavg.diary.sent[1, 0].num_params
     assert still.diary.sent[1, 0].num_params == size
+
+
+def test_what_a_term_shares_is_averaged_plainly(conv_net, run_federation):
+    """No penalty holds it, and what the server adds for one drove it on by all that it had ever moved."""
+    term = partial(FeatureDistillation, distillation=Distillation(parameters="shared", mid_channels=2))
+    loop = run_federation(lambda: FedDyn(conv_net(), extra_terms=[term()]), rounds=3)
+    sent = [loop.diary.sent[3, client].weights for client in range(4)]
+    server = loop.exchange.global_message().weights
+    names = [name for name in server if name.startswith("terms.")]
+    assert names
+    for name in names:
+        mean = torch.stack([weights[name] for weights in sent]).mean(0)
+        torch.testing.assert_close(server[name], mean, rtol=0, atol=1e-6)
 
 
 def test_it_resumes(mlp, assert_resumes):
