@@ -83,8 +83,8 @@ class Quantize(WireFilter):
 
     Rounding is deterministic, so that an entry is off by s/2 at most; QSGD's is random and without bias. With error
     feedback, on the way up, a client adds to a trained weight what its last message left out of it, x ← x + e, and
-    keeps e ← x − x̂, so that messages add up to what was meant. Running statistics and artifacts have none: they are no
-    sums over rounds.
+    keeps e ← x − x̂, so that messages add up to what was meant; so it does to what the server adds up (SCAFFOLD's
+    control variates). Running statistics and other artifacts have none: they are no sums over rounds.
 
     With `updates`, on the way up, a client's codes are of x − r, what a trained weight has changed by since it was
     received, whose range is a fraction of the weight's own (FedPAQ): x̂ = r + (min + s · code). What r is, the server
@@ -134,7 +134,10 @@ class Quantize(WireFilter):
     def apply(self, packet: Packet, memory: dict[str, Tensor]) -> Packet:
         return Packet(
             {name: self._fed_back(name, own, memory) for name, own in packet.weights.items()},
-            {key: self._narrowed(own, own.values) for key, own in packet.artifacts.items()},
+            {
+                key: self._fed_back(" ".join(("artifact", *key)).strip(), own, memory)
+                for key, own in packet.artifacts.items()
+            },
         )
 
     def _fed_back(self, name: str, packed: Packed, memory: dict[str, Tensor]) -> Packed:

@@ -25,9 +25,9 @@ class Packed:
         places: [k] int64, ascending, the values' places; None where all n are sent.
         bits: what one value takes.
         extra: bytes that travel beside values and places.
-        adds_up: whether its changes add up over rounds, as a trained weight's do. A running statistic goes where the
-            client's data are, wherever it starts, and so does a weight that a client does not begin its fit from as it
-            came (FedAMP's): of them nothing is owed.
+        adds_up: whether its changes add up over rounds, as a trained weight's do, and what a server adds to what it
+            has. A running statistic goes where the client's data are, wherever it starts, and so does a weight that a
+            client does not begin its fit from as it came (FedAMP's): of them nothing is owed.
     """
 
     values: Tensor
@@ -110,13 +110,20 @@ class Packet:
     artifacts: dict[tuple[str, str], Packed]
 
     @classmethod
-    def of(cls, message: Message, received: Message | None = None, trained: Collection[str] | None = None) -> Packet:
+    def of(
+        cls,
+        message: Message,
+        received: Message | None = None,
+        trained: Collection[str] | None = None,
+        increments: Collection[str] = (),
+    ) -> Packet:
         """Pack a message.
 
         Args:
             message: on its way.
             received: what its sender has received from where it goes; None if that is not remembered there.
             trained: names of the weights whose changes add up; None for all.
+            increments: names of the artifacts that the server adds to what it has.
         """
         known = {} if received is None else received.weights
         weights = {
@@ -127,7 +134,7 @@ class Packet:
             if tensor.is_floating_point()
         }
         artifacts = {
-            (name, field): Packed.whole(values)
+            (name, field): Packed.whole(values, adds_up=name in increments)
             for name, value in message.artifacts.items()
             for field, values in _lossy(value).items()
         }

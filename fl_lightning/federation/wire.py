@@ -96,7 +96,7 @@ class Wire:
         trained: Collection[str] | None = None,
         seed: int = 0,
     ) -> None:
-        self._trained, self._seed = trained, seed
+        self._exchange, self._trained, self._seed = exchange, trained, seed
         named = list(enumerate(filters))
         for index, own in named:
             require_choices(f"{KEY}.{index}", ways=(own.ways, Ways))
@@ -140,7 +140,7 @@ class Wire:
         self, message: Message, received: Message, memory: dict[str, Tensor], moved: Collection[str]
     ) -> Message:
         trained = message.weights.keys() if self._trained is None else self._trained
-        packet = Packet.of(message, received, set(trained).difference(moved))
+        packet = Packet.of(message, received, set(trained).difference(moved), self._exchange.increments)
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             before = [name for name in memory if name.startswith(prefix)]

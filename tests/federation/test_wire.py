@@ -31,6 +31,7 @@ from fl_lightning.methods.fedbn import FedBN
 from fl_lightning.methods.fedfed import FedFed, KeptRows
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.scaffold import SCAFFOLD
 
 pytestmark = pytest.mark.usefixtures("plain_convolutions")
 
@@ -211,6 +212,21 @@ def test_error_feedback_adds_up_to_the_truth():
     truth = torch.stack(meant).sum(0)
     torch.testing.assert_close(sent + memory[f"{MEMORY}0.w"], truth, rtol=0, atol=1e-5)
     assert (sent - truth).abs().max() < (plain - truth).abs().max()
+
+
+def test_what_a_server_adds_up_is_owed_too(mlp, set_up_federation):
+    """SCAFFOLD's c is the clients' mean c_i, but for what is still owed; what rounding lost stayed lost for good."""
+    wire = [Quantize(error_feedback=True, ways="up")]
+    loop = set_up_federation(lambda: SCAFFOLD(mlp()), rounds=8, wire=wire)
+    for _ in range(8):
+        loop.advance()
+    states = [loop.runner.pool.get(client) for client in range(4)]
+    meant = torch.stack([state["own_control"] for state in states]).mean(0)
+    (name,) = (name for name in states[0] if name.startswith(MEMORY) and "control" in name)
+    owed = torch.stack([state[name] for state in states]).mean(0)
+    control = loop.exchange.global_message().artifacts["control"]
+    torch.testing.assert_close(control + owed, meant, rtol=0, atol=1e-6)
+    assert not torch.allclose(control, meant, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "owes"), [(FedAMP, False), (FedAvg, True)])
