@@ -18,6 +18,7 @@ class SelfWeighingServer(Server):
     """
 
     in_parts = True
+    takes_noise = False  # clipped and blurred, the number is the same for all but for the noise
 
     def __init__(self, initial: Message, weighed_by: str) -> None:
         super().__init__(initial)
