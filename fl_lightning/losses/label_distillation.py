@@ -129,6 +129,7 @@ class LabelSums(ClassMeanRule):
 
     passes_one = False
     hears_mean = hears_alike = False  # clients take their own out of the sums
+    takes_noise = False  # and know by a row's sum how many stand behind it
 
     def __init__(self, stale: Stale = "keep", include_self: bool = False) -> None:
         super().__init__("uniform", stale)
