@@ -251,7 +251,7 @@ class RunningSum(TensorMean):
         uniform: all clients alike; False weighs them by samples: previous + |S| / divisor · Σ n_i v_i / Σ n_i.
     """
 
-    hears_mean = False
+    hears_mean = takes_noise = False  # who sends one counts on its being added as it is
     adds = True
 
     def __init__(self, divisor: float, uniform: bool = True) -> None:

@@ -108,7 +108,8 @@ class ClipAndNoise(MessageFilter):
         server, name = template.make_server(facts), type(template.method).__name__
         masked = [key for key, rule in server.rules.items() if not rule().takes_noise]
         alone = "its server weighs clients by what each says, or hands on what each sends"
-        why = f"no bound is known for what it sends as {masked[0]}" if masked else alone
+        lost = f"what it sends as {''.join(masked[:1])} has no known bound, or would not mean the same any more"
+        why = lost if masked else alone
         require(server.takes_noise and not masked, KEY, f"{name} allows no ClipAndNoise: {why}")
         self.initial = template.initial_message()
         if self.where == "server":

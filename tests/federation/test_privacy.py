@@ -38,7 +38,7 @@ OWN = EvaluationPolicy(received=False, globally=False, server=False, loss=False,
 REFUSED = {
     "server": {"FedNova", "FedFed", "DisPFL", "SCAFFOLD", "FeSEM", "FedDistill", "FedDistillPlus"}
     | {"FedAMP", "FedFomo", "APPLE", "FedAS", "FedKD", "FedPAC", "FedDBE", "DRDFL", "DFedPGP", "FedCVAE"},
-    "client": {"FedNova", "FedFed", "DisPFL", "FedFomo", "APPLE", "FedAS", "FedDistill", "FedDistillPlus"},
+    "client": {"FedNova", "FedFed", "DisPFL", "SCAFFOLD", "FedDistill", "FedDistillPlus", "FedFomo", "APPLE", "FedAS"},
 }
 """Methods that allow no such privacy, by where the noise is; the last three of the first have no server."""
 
