@@ -38,6 +38,7 @@ class CombiningServer(Server):
         self.combined = list(combined)
         self.shares = shares
         self.private = frozenset(private)
+        self.takes_noise = not private  # of blurred statistics chance would make the combinations
         self.own: dict[int, dict[str, Tensor]] = {}
         super().__init__(initial)
 

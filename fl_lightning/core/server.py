@@ -46,7 +46,7 @@ class Server:
     (`core/private_mean.py`). Not inherited either."""
     varies: bool = False
     """Whether messages hold other things in other rounds."""
-    takes_noise: ClassVar[bool] = True
+    takes_noise: bool = True
     """Whether messages may come clipped and blurred one by one."""
     in_parts: ClassVar[bool] = True
     """Whether what is made of a message as it is folded in rests on that message alone. What the server knows of

@@ -38,7 +38,8 @@ OWN = EvaluationPolicy(received=False, globally=False, server=False, loss=False,
 REFUSED = {
     "server": {"FedNova", "FedFed", "DisPFL", "SCAFFOLD", "FeSEM", "FedDistill", "FedDistillPlus"}
     | {"FedAMP", "FedFomo", "APPLE", "FedAS", "FedKD", "FedPAC", "FedDBE", "DRDFL", "DFedPGP", "FedCVAE"},
-    "client": {"FedNova", "FedFed", "DisPFL", "SCAFFOLD", "FedDistill", "FedDistillPlus", "FedFomo", "APPLE", "FedAS"},
+    "client": {"FedNova", "FedFed", "DisPFL", "SCAFFOLD", "FedDistill", "FedDistillPlus"}
+    | {"FedFomo", "APPLE", "FedAS", "FedPAC"},
 }
 """Methods that allow no such privacy, by where the noise is; the last three of the first have no server."""
 
