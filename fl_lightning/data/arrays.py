@@ -6,13 +6,19 @@ import hashlib
 import math
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 
 KEY = "data.dataset"
+_LISTS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    *((name, (str, int, float), "names") for name in ("classes", "group_names")),
+    *((name, (int, float), "numbers") for name in ("mean", "std")),
+)
+"""What a data set says in lists, of which types, and what these are called."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,33 @@ class Arrays:
         """SHA-256 over the labels: which sample an index means, wherever images are decoded a little otherwise."""
         return hashlib.sha256(self.y.numpy().astype("<i8").tobytes()).hexdigest()
 
+    def hold_plainly(self, name: str) -> None:
+        """Hold plain tensors on the CPU, without gradients, and Python's own names and numbers, whatever they come as.
+
+        Args:
+            name: the data set's, for messages.
+
+        Raises:
+            ConfigError: for what cannot be held so.
+        """
+        for own in ("x", "y", "groups"):
+            value = getattr(self, own)
+            if isinstance(value, Tensor):
+                rule = f"{name}: {own} must hold its numbers one by one, is {value.layout}; say to_dense()"
+                require(value.layout == torch.strided, KEY, rule)
+                setattr(self, own, value.detach().cpu().as_subclass(Tensor))
+        for own, kinds, what in _LISTS:
+            try:
+                values = tuple(map(_plain, getattr(self, own)))
+            except (RuntimeError, TypeError, ValueError):  # one number, a tensor of several axes
+                values = (None,)
+            fits = all(isinstance(value, kinds) for value in values)
+            require(fits, KEY, f"{name}: {own} must be a tuple of {what}", getattr(self, own))
+            setattr(self, own, values)
+        self.vocabulary_size = _plain(self.vocabulary_size)
+
     def validate(self, name: str) -> None:
-        """Check that shapes, types and values agree.
+        """Check that shapes, types and values agree; what is held otherwise than plainly is from here on held so.
 
         Args:
             name: the data set's name, for messages.
@@ -85,6 +116,7 @@ class Arrays:
                 raise ConfigError(KEY, f"{name}: {problem}")
 
         check(isinstance(self.x, Tensor) and isinstance(self.y, Tensor), "x and y must be torch tensors")
+        self.hold_plainly(name)
         check(self.y.dtype == torch.int64 and self.y.ndim == 1, f"y must be int64 [N], is {_kind(self.y)}")
         check(len(self.y) > 0, "there is not a single sample")
         check(self.x.ndim >= 2, f"x must be [N, ...] with at least one axis for the sample, is {_kind(self.x)}")
@@ -139,6 +171,11 @@ class Arrays:
         raise ConfigError(
             KEY, f"{name}: {what} {value} of sample {index[0]} is out of range; allowed are 0 to {limit - 1}"
         )
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a text, of NumPy's or torch's as Python's own."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def require_finite(x: Tensor, owner: str = "") -> None:

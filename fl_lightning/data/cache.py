@@ -196,13 +196,12 @@ def _read(path: Path) -> Arrays | None:
         verify(path, "data.cache")
         check_stored(path, path, "data.cache")
         arrays = Arrays(**torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        arrays.hold_plainly(path.name)
         whole = len(arrays.x) == len(arrays.y) > 0 and arrays.digest != ""
     except Exception as error:  # whatever is wrong with a cache file, the remedy is to make it again
         said = " ".join(str(error).split())[:200]
         say(f"{said}; the data set is decoded again")
         return None
-    for name in ("classes", "mean", "std", "group_names"):
-        setattr(arrays, name, tuple(getattr(arrays, name)))
     return arrays if whole else None
 
 

@@ -1,7 +1,9 @@
 import math
 
+import numpy as np
 import pytest
 import torch
+from torchvision import tv_tensors
 
 from fl_lightning.data.arrays import Arrays, DataSpec
 from fl_lightning.errors import ConfigError
@@ -59,6 +61,11 @@ def test_validate_accepts_good_arrays(good):
         (arrays(torch.full((4, 7), 9), vocabulary_size=9), r"token 9 of sample 0 is out of range; allowed are 0 to 8"),
         (arrays(torch.zeros(4)), r"x must be \[N, ...\]"),
         (arrays([1, 2]), r"must be torch tensors"),
+        (arrays(FLOATS.to_sparse()), r"Bad: x must hold its numbers one by one, is torch.sparse_coo; say to_dense\(\)"),
+        (arrays(classes=2), r"Bad: classes must be a tuple of names, got 2"),
+        (arrays(classes=(b"a", b"b")), r"classes must be a tuple of names, got "),
+        (arrays(IMAGES[:, :1], mean=0.5, std=0.5), r"Bad: mean must be a tuple of numbers, got 0\.5"),
+        (arrays(IMAGES, mean=torch.zeros(1, 3), std=(0.5,) * 3), r"mean must be a tuple of numbers, got "),
     ],
 )
 def test_validate_names_what_is_wrong(bad, message):
@@ -72,3 +79,34 @@ def test_a_tensors_number_of_training_samples_is_a_number():
     own.validate("Own")
     assert type(own.num_train) is int
     assert own.num_train == 3
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.nn.Linear(5, 5)(FLOATS), torch.nn.Parameter(FLOATS), tv_tensors.wrap(FLOATS, like=tv_tensors.Image(IMAGES))],
+)
+def test_inputs_are_held_as_plain_tensors_without_gradients(x):
+    """Features that a network had given under gradients made every fit fail: all steps went back through it."""
+    own = arrays(x)
+    own.validate("Own")
+    assert type(own.x) is torch.Tensor
+    assert not own.x.requires_grad
+    assert torch.equal(own.x, x.detach())
+
+
+def test_names_and_numbers_of_numpys_and_torchs_are_held_as_pythons_own():
+    """No JSON can be written of them, and `torch.load` reads none."""
+    own = arrays(
+        IMAGES,
+        classes=np.unique(LABELS.numpy()),
+        mean=torch.full((3,), 0.5),
+        std=np.full(3, 0.25),
+        groups=LABELS,
+        group_names=tuple(np.array(["u", "v"])),
+        vocabulary_size=np.int64(0),
+    )
+    own.validate("Own")
+    told = (own.classes, own.mean, own.std, own.group_names, own.vocabulary_size)
+    assert told == ((0, 1), (0.5,) * 3, (0.25,) * 3, ("u", "v"), 0)
+    assert {type(each) for part in told[:4] for each in part} == {int, float, str}
+    assert type(own.vocabulary_size) is int
