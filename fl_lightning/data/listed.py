@@ -179,12 +179,16 @@ def _of_fl_bench(content: Any) -> Any:
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"0/train": a}`` -> ``{"0": {"train": a}}``."""
-    found: dict[str, Any] = {}
+    """``{"0/train": a}`` -> ``{"0": {"train": a}}``.
+
+    Raises:
+        ValueError: for a client that has a list of its own beside its parts.
+    """
+    found: dict[str, Any] = {name: value for name, value in flat.items() if "/" not in name}
     for name, value in flat.items():
         client, slash, part = name.partition("/")
+        if slash and client in flat:
+            raise ValueError(f"it says {client!r} beside {name!r}")
         if slash:
             found.setdefault(client, {})[part] = value
-        else:
-            found[client] = value
     return found

@@ -18,7 +18,7 @@ from fl_lightning.data.delimited import lines_in, read_columns, text_of
 from fl_lightning.data.normalising import arrays_of, as_groups, as_labels, is_missing
 from fl_lightning.data.text import PAD, UNKNOWN, as_text, tokenise
 from fl_lightning.errors import ConfigError, importing, require
-from fl_lightning.files import expanded
+from fl_lightning.files import expanded, plain_json
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ def read_table(path: Path, key: str) -> dict[str, list[Any]]:
     for number, line in enumerate(lines_in(text_of(path, key)), start=1):
         if line.strip():
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # which somebody's thousand brackets raise
+                row = plain_json(line)
+            except ValueError as error:
                 raise ConfigError(key, f"{path}: line {number} is no JSON ({error})") from error
             same = isinstance(row, dict) and (not rows or row.keys() == rows[0].keys())
             require(same, key, f"{path}: line {number} must be an object with the keys of the first line")

@@ -412,6 +412,9 @@ def test_texts_in_csv_and_json_lines(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"said": 1}\n{')
     with pytest.raises(ConfigError, match="line 2 is no JSON"):
         TextFile(str(tmp_path / "t.jsonl")).arrays()
+    (tmp_path / "t.jsonl").write_text('{"text": "good", "label": 1, "text": "bad"}')  # the last one was taken
+    with pytest.raises(ConfigError, match=r"line 1 is no JSON \(it says \"text\" twice\)"):
+        TextFile(str(tmp_path / "t.jsonl")).arrays()
 
 
 def test_a_tokenizer_of_somebody_elses(tmp_path):

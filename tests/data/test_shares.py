@@ -240,6 +240,9 @@ def test_each_part_from_npz(tmp_path, make_arrays):
         holdout(FromFile(str(tmp_path / "p.npz")), make_arrays([4, 4]), 2, seed=0)
     with pytest.raises(ConfigError, match=r"data.split: 'file' needs a partition that lists"):
         from_file(IID(), make_arrays([4, 4]), 2, seed=0)
+    np.savez(tmp_path / "p.npz", **{"0/train": [0, 2], "0": [5], "1": [3]})  # the later one was taken
+    with pytest.raises(ConfigError, match=r"is no JSON or npz file of indices \(it says '0' beside '0/train'\)"):
+        from_file(FromFile(str(tmp_path / "p.npz")), make_arrays([4, 4]), 2, seed=0)
 
 
 def test_a_runs_own_partition_is_made_again_from_its_file(tmp_path, make_arrays):
