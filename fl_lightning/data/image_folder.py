@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from torch import Tensor
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std, require_normalize
-from fl_lightning.data.pictures import as_shown
+from fl_lightning.data.pictures import as_shown, said_of
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import content_of, expanded
 from fl_lightning.terminal import say
@@ -193,8 +192,7 @@ class ImageFolder(Dataset):
                         pixels = pixels.resize((size[1], size[0]), Image.Resampling.BILINEAR)
                     return np.asarray(pixels)
             except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-                said = re.sub(r" <_io\.BytesIO [^>]*>", "", str(error))  # whose address is another one each time
-                raise ConfigError(KEY, f"ImageFolder: {path} is broken or not an image ({said})") from error
+                raise ConfigError(KEY, f"ImageFolder: {path} is broken or not an image ({said_of(error)})") from error
 
         first = decode(paths[0])
         x = np.empty((len(paths), *first.shape), dtype=np.uint8)

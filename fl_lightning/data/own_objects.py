@@ -16,7 +16,7 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels, on_one_scale
 from fl_lightning.data.normalization import Normalize, require_normalize
-from fl_lightning.data.pictures import as_bytes
+from fl_lightning.data.pictures import as_bytes, said_of
 from fl_lightning.data.text import as_text
 from fl_lightning.data.tokens import Words
 from fl_lightning.errors import ConfigError, importing, require
@@ -240,6 +240,23 @@ def _column(part: Any, name: str) -> Any:
     return (np.asarray(value, feature.dtype) for value in part[name]) if declared else part[name]
 
 
+def _read_in(parts: Sequence[Any], name: str) -> list[Any]:
+    """A column of all parts, of which images are decoded here.
+
+    Raises:
+        ConfigError: naming the first sample that cannot be read.
+    """
+    found: list[Any] = []
+    try:
+        for part in parts:
+            for value in _column(part, name):
+                found.append(value)  # one by one: how many there are says which one it was
+    except Exception as error:  # of images that are cut short, or whose files have gone, and arrays that are None
+        said = " ".join(f"{type(error).__name__}: {said_of(error)}".split())[:120]
+        raise ConfigError(f"{KEY}.input", f"sample {len(found)} (from 0) cannot be read ({said})") from error
+    return found
+
+
 class HuggingFace(Dataset):
     """A data set of Hugging Face's `datasets`: images, features or texts. Needs ``pip install datasets``.
 
@@ -310,7 +327,7 @@ class HuggingFace(Dataset):
         labels, classes = as_labels(given, "HuggingFace", names or (), are_places=names is not None)
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
-        values = [value for part in parts for value in _column(part, self.input)]
+        values = _read_in(parts, self.input)
         if _are_texts(values):
             x = self._words.tokens(values, size)
             return arrays_of(x, labels, size, classes, groups=grouped, vocabulary_size=self.vocabulary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import TYPE_CHECKING
 
@@ -95,3 +96,8 @@ def as_bytes(image: Image) -> Image:
     if image.mode in ("I", "F"):
         raise ValueError(f"its pixels are 32-bit numbers (mode {image.mode}); write it with 8 or 16 bits")
     return image
+
+
+def said_of(error: Exception) -> str:
+    """What PIL says of a picture, without the address of the bytes that it is read from: another one each time."""
+    return re.sub(r" <_io\.BytesIO [^>]*>", "", str(error))

@@ -908,6 +908,27 @@ def test_arrays_of_hugging_face_are_of_their_declared_type(tmp_path):
     assert (arrays.x.dtype, tuple(arrays.x.shape)) == (torch.uint8, (4, 3, 8, 10))
 
 
+@pytest.mark.parametrize("broken", ["image", "array"])
+def test_a_sample_of_hugging_face_that_cannot_be_read_is_named(tmp_path, broken):
+    """It was a traceback of the library's, of PIL's or of NumPy's."""
+    datasets = pytest.importorskip("datasets")
+    from PIL import Image
+
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    good = (tmp_path / "a.png").read_bytes()
+    whole, cut = {"bytes": good, "path": None}, {"bytes": good[:40], "path": None}
+    rows_of = {"image": (whole, cut), "array": ([[1, 2], [3, 4]], None)}
+    kind = datasets.Array2D((2, 2), "uint8") if broken == "array" else datasets.Image()
+    good, odd = rows_of[broken]
+    features = datasets.Features({"image": kind, "label": datasets.Value("int64")})
+    rows = {"image": [good, good, good, odd], "label": [0, 1, 0, 1]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    said = {"image": r"UnidentifiedImageError: cannot identify image file\)$", "array": "TypeError: "}[broken]
+    said = rf"^data\.dataset\.input: sample 3 \(from 0\) cannot be read \({said}"
+    with pytest.raises(ConfigError, match=said):
+        HuggingFace(str(tmp_path / "set"), test=None).arrays()
+
+
 @pytest.mark.parametrize(("folders", "num_train", "unread"), [(("valid",), 2, ""), (("test", "val"), 2, "val")])
 def test_folders_of_images_beside_the_parts_are_told_of(tmp_path, capsys, folders, num_train, unread):
     from PIL import Image
