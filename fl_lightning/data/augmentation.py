@@ -66,7 +66,7 @@ class Augmentation:
         """
         for index, stage in enumerate(self._stages):
             x = stage(x, seed + index)
-        return x
+        return x.detach()  # of a layer with weights: steps would go back through it
 
     def check(self, x: Tensor) -> None:
         """Try a few images, so that what cannot work is refused before training, and what counts on is said.

@@ -322,6 +322,23 @@ def test_arrays_are_not_touched(augmented):
     assert torch.equal(data.arrays.x, before)
 
 
+def test_a_transform_with_weights_leaves_no_gradients_behind():
+    """All steps of a bundle went back through it, of which the second one failed."""
+
+    class Brighter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = torch.nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, image):
+            return image * self.by
+
+    x = images(3) / 255
+    own = Augmentation([Brighter()])(x, 0)
+    assert not own.requires_grad
+    assert torch.equal(own, x * 0.5)
+
+
 def test_trying_transforms_out_leaves_the_images_as_they_are():
     """The first three of the data set, test samples among them, were erased for the length of the run."""
     x = images(3)
