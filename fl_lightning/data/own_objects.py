@@ -93,9 +93,8 @@ class TorchDataset(Dataset):
         return _read_pictures(paths, read)
 
     def _pairs(self, part: TorchBase[Any], name: str) -> list[tuple[np.ndarray, Any]]:
-        require(hasattr(part, "__len__"), f"{KEY}.{name}", "must have a length; a stream has none", type(part).__name__)
         found: list[tuple[np.ndarray, Any]] = []
-        for index in range(len(part)):  # type: ignore[arg-type]
+        for index in range(_length(part, name)):
             rule = f"sample {index} of {type(part).__name__} must be (input, label)"
             try:
                 pair = part[index]
@@ -125,6 +124,15 @@ class TorchDataset(Dataset):
             said = "gives a sample otherwise when it is asked again, and is asked once: transforms that draw are frozen"
             say(f"fl-lightning: {KEY}.{name}: {type(part).__name__} {said}; data.augmentation draws in every epoch")
         return found
+
+
+def _length(part: Any, name: str) -> int:
+    try:
+        return len(part)
+    except Exception as error:  # there is none, or whatever somebody's own raises
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        rule = f"must have a length; a stream has none ({said})"
+        raise ConfigError(f"{KEY}.{name}", rule, type(part).__name__) from error
 
 
 def _values(sample: Any, name: str, index: int) -> np.ndarray:

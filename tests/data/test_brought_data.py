@@ -517,6 +517,23 @@ def test_a_torch_data_set_that_cannot_give_a_sample_names_it():
         TorchDataset(Torn(torch.randn(12, 4), torch.arange(12) % 3)).arrays()
 
 
+@pytest.mark.parametrize(
+    ("length", "said"), [(3.0, "TypeError: 'float' "), (None, "NotImplementedError: nobody knows")]
+)
+def test_a_torch_data_set_without_a_length_is_refused(length, said):
+    """What its `__len__` raises was a traceback."""
+
+    class Endless(TensorDataset):
+        def __len__(self):
+            if length is None:
+                raise NotImplementedError("nobody knows")
+            return length
+
+    said = rf"^data\.dataset\.train: must have a length; a stream has none \({said}.*, got 'Endless'$"
+    with pytest.raises(ConfigError, match=said):
+        TorchDataset(Endless(torch.randn(3, 4), torch.arange(3))).arrays()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_the_sample_is_named_that_holds_what_is_no_number(tmp_path, value):
     """It is looked for before features are scaled: one of them makes all of its column NaN."""
