@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,9 @@ def read_arrays(path: Path, key: str) -> dict[str, Any]:
             with np.load(path, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         found = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:  # torch's words are of how to run what is in it
+        said = "it is no .pt file of tensors alone; NumPy's arrays belong in an .npz, by numpy.savez"
+        raise ConfigError(key, f"{path} cannot be read ({said})") from error
     except Exception as error:  # numpy and torch raise a dozen types for damaged files
         said = " ".join(str(error).split())[:120]
         raise ConfigError(key, f"{path} cannot be read ({said})") from error

@@ -246,6 +246,18 @@ class Bomb:
         return open, (str(self.path), "w")
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.npy"])
+def test_numpys_arrays_in_a_file_of_torchs_are_told_where_they_belong(tmp_path, name):
+    """Torch's words were of how to load such a file with all that it may run."""
+    torch.save({"x": np.zeros((4, 3)), "y": np.arange(4) % 2}, tmp_path / "a.pt")
+    np.save(tmp_path / "a.npy", np.zeros((4, 3)))
+    said = (
+        r" cannot be read \(it is no \.pt file of tensors alone; NumPy's arrays belong in an \.npz, by numpy\.savez\)$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        ArrayFile(str(tmp_path / name)).arrays()
+
+
 def test_nothing_in_a_file_is_run(tmp_path):
     mark = tmp_path / "mark"
     np.savez(tmp_path / "b.npz", x=np.array([Bomb(mark)], dtype=object), y=[0])
