@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import expanded
 
 
@@ -90,3 +90,16 @@ def default_data_dir() -> Path:
 def data_root(root: str | None) -> Path:
     """The folder that a data set's `root` argument means; None is the default folder."""
     return default_data_dir() if root is None else expanded(root)
+
+
+def require_another(key: str, test: object, training: object, beside: str) -> None:
+    """Refuse a training part that is the official test part, too: all would be tested on what they are trained on.
+
+    Args:
+        key: the test part's option.
+        test: that part; None where there is none.
+        training: the training part.
+        beside: its option.
+    """
+    same = test is not None and test == training
+    require(not same, key, f"must be another one than {beside}, or null: test parts are split off then", test)

@@ -23,7 +23,7 @@ from fl_lightning.data.cells import (
     require_filled,
     require_one_kind,
 )
-from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.dataset import Dataset, require_another
 from fl_lightning.data.delimited import numbered_columns
 from fl_lightning.data.normalising import (
     arrays_of,
@@ -214,6 +214,7 @@ class CSVTable(Dataset):
 
     def _columns(self) -> tuple[dict[str, list[str]], int, list[tuple[str, int]]]:
         """The columns of both files, how many rows are the training part's, and each row's file and line."""
+        require_another(f"{KEY}.test_path", self.test_path, self.path, "path")
         train, lines = numbered_columns(expanded(self.path), f"{KEY}.path")
         places = [(self.path, line) for line in lines]
         if self.test_path is None:

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import Dataset as TorchBase
 
 from fl_lightning.data.arrays import KEY, Arrays
-from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.dataset import Dataset, require_another
 from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels, on_one_scale
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pictures import as_bytes, said_of
@@ -53,6 +53,8 @@ class TorchDataset(Dataset):
         Raises:
             ConfigError: if a part is empty, or samples are no pairs or differ in shape; it says which one.
         """
+        rule = "must be another set than train, or null: test parts are split off then"
+        require(self.test is not self.train, f"{KEY}.test", rule, type(self.test).__name__)
         parts = {"train": self.train} | ({} if self.test is None else {"test": self.test})
         pairs = [self._pairs(part, name) for name, part in parts.items()]
         shapes = [list(part[0][0].shape) for part in pairs]
@@ -326,6 +328,7 @@ class HuggingFace(Dataset):
         Raises:
             ConfigError: if the library, the data set, a split or a column is missing.
         """
+        require_another(f"{KEY}.test", self.test, self.train, "train")
         parts = self._parts()
         size = len(parts[0])
         names, *others = (getattr(part.features[self.label], "names", None) or None for part in parts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.arrays import KEY, Arrays
-from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.dataset import Dataset, require_another
 from fl_lightning.data.delimited import lines_in, read_columns, text_of
 from fl_lightning.data.normalising import arrays_of, as_groups, as_labels, is_missing
 from fl_lightning.data.text import PAD, UNKNOWN, as_text, tokenise
@@ -114,6 +114,7 @@ class TextFile(Dataset):
         Raises:
             ConfigError: if a file or a column is missing, or a file has another encoding.
         """
+        require_another(f"{KEY}.test_path", self.test_path, self.path, "path")
         given = (("path", self.path), ("test_path", self.test_path))
         parts = [_read(expanded(path), option) for option, path in given if path is not None]
         for key, name in (("text", self.text), ("label", self.label), ("group", self.group)):

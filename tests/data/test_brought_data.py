@@ -583,7 +583,7 @@ def test_bytes_and_shares_of_one_are_not_mixed(train, test, said):
         TorchDataset(*parts).arrays()
     with pytest.raises(ConfigError, match=r"train: inputs must be of one type: sample 4 is"):
         TorchDataset(parts[0] + parts[1]).arrays()
-    assert len(checked(TorchDataset(parts[0], parts[0])).y) == 8
+    assert len(checked(TorchDataset(parts[0], ConcatDataset(parts[:1]))).y) == 8
 
 
 def test_parts_of_a_torch_data_set_whose_classes_have_other_places_are_refused():
@@ -1468,3 +1468,16 @@ def test_a_package_that_cannot_be_imported_is_not_called_missing(tmp_path, monke
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     with pytest.raises(ConfigError, match=rf"^data\.dataset: {told}"):
         HuggingFace(str(tmp_path), input="text").arrays()
+
+
+def test_training_part_is_not_its_own_test_part(tmp_path):
+    """All were tested on what they were trained on, without a word."""
+    path = str(tmp_path / "t.csv")
+    (tmp_path / "t.csv").write_text("text,label\na,0\nb,1\n")
+    pairs = TensorDataset(torch.zeros(2, 1), torch.tensor([0, 1]))
+    for dataset in (CSVTable(path, "label", path), TextFile(path, test_path=path), TorchDataset(pairs, pairs)):
+        with pytest.raises(ConfigError, match=r"^data\.dataset\.test(_path)?: must be another"):
+            dataset.arrays()
+    with pytest.raises(ConfigError, match=r"^data\.dataset\.test: must be another one than train"):
+        HuggingFace(path, test="train").arrays()
+    assert checked(TorchDataset(pairs)).num_train == 2
