@@ -93,7 +93,7 @@ class Term(Wide):
         raise NotImplementedError
 
     def observe(self, host: Host, out: Forward) -> None:
-        """See a forward pass after its step, to average artifacts while training runs."""
+        """See a mini-batch's forward pass, to average artifacts while training runs: after its step in most methods."""
 
     def after_fit(self, host: Host) -> None:
         """Keep what the next round needs, at the end of a local fit."""

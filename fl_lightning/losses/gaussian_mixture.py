@@ -202,9 +202,9 @@ class GaussianMixture(Term):
         self.class_log_variance = nn.Parameter(torch.zeros(shape))
         self.register_buffer("class_count", torch.zeros(shape[0], dtype=torch.long))
         self.register_buffer("finished_fits", torch.zeros((), dtype=torch.long))
-        for name in ("received", "resting"):
-            self.register_buffer(f"{name}_mean", torch.zeros(shape), persistent=False)
-            self.register_buffer(f"{name}_log_variance", torch.zeros(shape), persistent=False)
+        for name, own in (("mean", self.class_mean.detach()), ("log_variance", self.class_log_variance.detach())):
+            self.register_buffer(f"received_{name}", torch.zeros(shape), persistent=False)
+            self.register_buffer(f"resting_{name}", own.clone(), persistent=False)
 
     def know_classes(self, class_count: Tensor) -> None:
         """Take the client's training samples of each class, int64 [K]; untold, a term counts the labels it sees."""
@@ -220,6 +220,7 @@ class GaussianMixture(Term):
 
     def parts(self, out: Forward) -> tuple[Tensor, Tensor]:
         """L_cls and L_log of a mini-batch, on ``out.z``."""
+        self._settle()
         if not self._told:
             self.class_count.index_add_(0, out.y, torch.ones_like(out.y))  # bincount waits for the device
         if self.options.ema_when == "step" and self._heard and self.training:
@@ -248,9 +249,16 @@ class GaussianMixture(Term):
         absent = (self.class_count == 0) & (self.options.posterior_classes == "present")
         return prior.log().masked_fill(absent, -torch.inf)
 
-    @torch.no_grad()
+    @override
     def observe(self, host: Host, out: Forward) -> None:
-        """Clamp what is stored, so that what travels is what the density sees, and put absent classes' rows back."""
+        self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Clamp what is stored, so that what travels is what the density sees, and put absent classes' rows back.
+
+        Before every pass, too, and after the fit: a method whose pass is seen before it steps would leave a step out.
+        """
         self.class_log_variance.clamp_(-LARGEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
         if not self.options.update_absent:  # weight decay or momentum would move them without a gradient
             held = (self.class_count > 0)[:, None]
@@ -259,6 +267,7 @@ class GaussianMixture(Term):
 
     @override
     def after_fit(self, host: Host) -> None:
+        self._settle()
         self.finished_fits += 1
 
     # --- what travels -------------------------------------------------------------------------------------------------

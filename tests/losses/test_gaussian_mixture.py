@@ -8,6 +8,7 @@ import torch
 from sections import sectioned
 
 from fl_lightning.building import build
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Message
@@ -19,7 +20,10 @@ from fl_lightning.losses.gaussian_mixture import (
     gaussian_log_density,
     gaussian_mixture_loss,
 )
+from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.methods.pfedme import pFedMe
 
 Z = torch.tensor([[0.5, 0.5]])
 MEAN = torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]])
@@ -54,6 +58,7 @@ def filled(made, mean, variance):
 
 
 def trained(made):
+    made.receive(FOUNDER, Message())
     made.after_fit(None)
     return made
 
@@ -316,6 +321,20 @@ def test_no_optimizer_moves_an_absent_class():
     for parameter, old in zip((made.class_mean, made.class_log_variance), before, strict=True):
         assert torch.equal(parameter[2], old[2])
         assert not torch.equal(parameter[:2], old[:2])
+
+
+@pytest.mark.parametrize(("method", "cohort"), [(APFL, None), (pFedMe, None), (PerFedAvg, None), (FedAvg, 2)])
+def test_no_method_moves_an_absent_class(method, cohort, mlp, make_data, run_federation, sgd):
+    """These show the term a pass before they step on it: weight decay drew the first Gaussians to 0."""
+    make = lambda: method(mlp(), extra_terms=[GaussianMixture()])  # noqa: E731
+    data = make_data(counts=((9, 8, 0, 0), (0, 0, 9, 8)))
+    loop = run_federation(make, rounds=1, data=data, optimizer=sgd(0.1, weight_decay=0.5), cohort=cohort)
+    first = ClientModule(make()).method.terms[1].class_mean
+    for client, absent in ((0, [2, 3]), (1, [0, 1])):
+        sent = loop.diary.sent[1, client].artifacts["class_mean"]
+        assert torch.equal(sent[absent], first[absent])
+        held = [own for own in range(4) if own not in absent]
+        assert not torch.equal(sent[held], first[held])
 
 
 def test_untold_term_counts_the_labels_it_sees():
