@@ -43,7 +43,7 @@ class FedNova(Method):
     momentum ρ, (1 − (1 − ημ)^τ)/(ημ) for the proximal term; it is read off the optimizer itself, on a scalar, so that
     all of them mix. The message is the model and a_i. With equal a_i and the ``normaliser`` it is FedAvg, bit for bit.
     The paper's theory is for SGD; for Adam this is an extension. Batch norm's statistics are averaged plainly:
-    normalising them can make a variance negative.
+    normalising them can make a variance negative. So are weights of terms beside a proximal one.
 
     Args:
         mu: μ of FedProx's term, >= 0; a `Proximal` among the extra terms does the same.
@@ -105,7 +105,8 @@ class FedNova(Method):
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
-        trained = {name for name, _ in self.named_parameters()} & initial.weights.keys()
+        held = "model." if self.mu else ""  # no proximal term holds back what terms share, and a_i is not theirs
+        trained = {n for n, _ in self.named_parameters() if n.startswith(held)} & initial.weights.keys()
         return NormalisedServer(initial, trained, self.server_momentum)
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core.message import Message
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.losses.proximal import Proximal
@@ -243,3 +245,30 @@ def test_fednova_has_a_global_model(mlp, run_federation):
 def test_fednova_rejects_bad_values(mlp, option, rule):
     with pytest.raises(ConfigError, match=rule):
         FedNova(mlp(), **option)
+
+
+class Draws(Term):
+    """Draws a weight that it shares to 1."""
+
+    shared = ("own",)
+    reaches = ()
+
+    def setup(self, host):
+        self.own = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.own.weight)
+
+    def forward(self, host, out):
+        return 0.5 * (self.own.weight - 1).square().sum()
+
+
+def test_the_proximal_terms_factor_is_not_for_what_a_term_shares(mlp, run_federation, sgd):
+    """No pull holds it back: at 0.8 after the first fits, the server put it at 2.5, and further off in every round."""
+    loop = run_federation(
+        lambda: FedNova(mlp(), mu=2.0, extra_terms=[Draws()]), rounds=4, optimizer=sgd(0.1), local_epochs=4
+    )
+    server, name = loop.exchange.global_message().weights, "terms.2.own.weight"
+    sent = [loop.diary.sent[4, client] for client in range(4)]
+    total = sum(message.num_samples for message in sent)
+    mean = sum(message.weights[name] * message.num_samples for message in sent) / total
+    torch.testing.assert_close(server[name], mean, rtol=0, atol=1e-6)
+    assert 0.9 < server[name].item() <= 1
