@@ -229,6 +229,17 @@ class Terms(nn.ModuleList):
         return list(self)[self.num_own : self.num_own + self._num_extra]
 
 
+def require_whole_model(term: Term, host: Host) -> None:
+    """Refuse a method whose model is a part of what samples pass through: its layers are not those that are to learn.
+
+    Raises:
+        ConfigError: naming the term and the method, which says so with ``whole_model = False``.
+    """
+    rule = f"{type(term).__name__} looks at layers of the model, and {type(host).__name__}'s is one summand of what"
+    whole = getattr(host, "whole_model", True)
+    require(whole, "method.extra_terms", f"{rule} samples pass through: leave it out")
+
+
 def counts(term: Term, phase: Phase, weight: float) -> bool:
     """Whether a term has a weight and, in this phase, something to train.
 

@@ -24,7 +24,7 @@ from fl_lightning.core.forward import Forward
 from fl_lightning.core.freezing import training
 from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
+from fl_lightning.core.term import Term, require_whole_model
 from fl_lightning.errors import require, require_choices
 from fl_lightning.shapes import checked
 
@@ -325,6 +325,7 @@ class ClassRelation(Term):
     @override
     def setup(self, host: Host) -> None:
         if self.weight:
+            require_whole_model(self, host)
             _last_layer(host.model)
         classes = host.model.num_classes
         self.register_buffer("soft_labels", torch.zeros(classes, classes), persistent=False)

@@ -20,7 +20,7 @@ from typing_extensions import override
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.freezing import frozen_copy, set_modes
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
+from fl_lightning.core.term import Term, require_whole_model
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.models.cbam import CBAM
 from fl_lightning.models.small_maps import convolution, convolved, reached
@@ -226,6 +226,7 @@ class FeatureDistillation(Term):
     def setup(self, host: Host) -> None:
         if not self.weight:  # the method without the term: no parameters, no state
             return
+        require_whole_model(self, host)
         body = host.model.body
         self.step = 2 if self.inline or self.preact else 1
         shapes = host.model.feature_shapes()

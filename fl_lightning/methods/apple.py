@@ -45,6 +45,7 @@ class APPLE(PlansRounds, Method):
     is_kept = keeps_all
     make_server = lending_all
     takes_weights: ClassVar[bool] = False  # w_i goes on from where it was; what comes in are the others' models
+    whole_model: ClassVar[bool] = False  # samples pass through a sum of models
     others: Tensor  # Σ_{j ≠ i} p_ij w_j, [P]
 
     def __init__(

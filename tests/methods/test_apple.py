@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.distillation import FeatureDistillation
 from fl_lightning.losses.relations import FadingWeight
 from fl_lightning.methods.apple import APPLE
 
@@ -115,3 +117,12 @@ def test_ranges_are_checked(mlp):
     for options in ({"weight": -1.0}, {"relation_lr": 0.0}, {"share": 0.0}, {"schedule": "linear"}):
         with pytest.raises(ConfigError, match=rf"method\.{next(iter(options))}: must be"):
             APPLE(mlp(), **options)
+
+
+@pytest.mark.parametrize("term", [ClassRelation, FeatureDistillation])
+def test_terms_that_look_at_one_summands_layers_are_refused(term, mlp, set_up_federation):
+    """They pulled the core model's last layer, or kept its body as teacher; what predicts is a sum of models."""
+    rule = rf"^method\.extra_terms: {term.__name__} looks at layers of the model, and APPLE's is one summand of what "
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(lambda: APPLE(mlp(), extra_terms=[term()]))
+    set_up_federation(lambda: APPLE(mlp(), extra_terms=[term(0.0)]))
