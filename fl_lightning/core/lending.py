@@ -246,5 +246,12 @@ class LendingServer(Server):
 
 
 def lending_all(method: Any, initial: Message, facts: Facts) -> LendingServer:
-    """A server that sends every client all the others' last models, and all sizes: ``make_server = lending_all``."""
+    """A server that sends every client all the others' last models, and all sizes: ``make_server = lending_all``.
+
+    Raises:
+        ConfigError: if something else than the model travels, which nobody would hear.
+    """
+    beside = next((name for name in initial.weights if not name.startswith("model.")), None)
+    rule = f"{type(method).__name__} lends models alone, and {beside} is a term's: let it stay with the client"
+    require(beside is None, "method.extra_terms", rule)
     return LendingServer(initial, Lending(models=None), tells_sizes=True)

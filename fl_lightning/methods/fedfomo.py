@@ -33,7 +33,7 @@ class FedFomo(Method):
     Args:
         lending: M and ε.
         baseline: θ⁰_i: the model from which the client's last fit started (``start``, the authors' code), or the one
-            with which it ended (``last``, as one public code has it).
+            with which it ended (``last``, as one public code has it; for what terms share of their own in any case).
         extra_terms: terms added to the loss of the fit.
     """
 
@@ -65,7 +65,7 @@ class FedFomo(Method):
         models, weights, start = lent_models(message), shared_entries(self), self.start.state_dict()
         if models:
             own = models[data.client] = as_vector(weights)
-            begun = as_vector({name: start[name.removeprefix("model.")] for name in weights})
+            begun = as_vector({name: start.get(name.removeprefix("model."), now) for name, now in weights.items()})
             base = begun if self.baseline == "start" and self.get_buffer("has_begun") else own
             move_towards_better(weights, base, models, data.risk, self.model.parameters(), self.gains)
         super().receive(message.without_weights(), data)  # last: terms compare with what the fit starts from

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.distillation import FeatureDistillation
@@ -117,6 +118,21 @@ def test_ranges_are_checked(mlp):
     for options in ({"weight": -1.0}, {"relation_lr": 0.0}, {"share": 0.0}, {"schedule": "linear"}):
         with pytest.raises(ConfigError, match=rf"method\.{next(iter(options))}: must be"):
             APPLE(mlp(), **options)
+
+
+def test_a_term_that_shares_weights_is_refused(mlp, set_up_federation):
+    """They went up in every round, and no client ever heard them."""
+
+    class Draws(Term):
+        shared = ("own",)
+        reaches = ()
+
+        def setup(self, host):
+            self.own = nn.Linear(1, 1)
+
+    rule = r"^method\.extra_terms: APPLE lends models alone, and terms\.1\.own\.weight is a term's: let it stay "
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(lambda: APPLE(mlp(), extra_terms=[Draws()]))
 
 
 @pytest.mark.parametrize("term", [ClassRelation, FeatureDistillation])

@@ -11,6 +11,7 @@ from fl_lightning.core.facts import Facts
 from fl_lightning.core.lending import Lending, LendingServer, as_vector, lent_models, put_vector, shared_entries
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.methods.fedfomo import FedFomo
 from fl_lightning.methods.local import Local
@@ -150,3 +151,12 @@ def test_terms_compare_with_what_the_fit_starts_from(mlp, run_federation):
     losses = [row["loss/model_contrast"] for row in loop.diary.rows]
     assert losses[0] == pytest.approx(math.log(2))
     assert min(abs(loss - math.log(2)) for loss in losses[1:]) > 1e-4
+
+
+def test_what_a_term_shares_is_mixed_too(mlp, run_federation):
+    """The model that a fit started from has no weights of terms: the second round ended in a KeyError."""
+    term = lambda: FeatureDistillation(distillation=Distillation(parameters="shared", mid_channels=2))  # noqa: E731
+    loop = run_federation(lambda: FedFomo(mlp(), extra_terms=[term()]), 3)
+    name = next(name for name in loop.diary.sent[3, 0].weights if name.startswith("terms."))
+    assert loop.diary.sent[3, 0].weights[name].isfinite().all()
+    assert loop.diary.rows[-1]["loss/feature_distillation"] > 0
