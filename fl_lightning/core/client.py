@@ -363,9 +363,9 @@ class ClientModule(L.LightningModule):
             parameter.requires_grad_(True)
             parameter.grad = None
         check_fit(self.method, self.meter, skips=self._machine.scaler is not None)
-        for term in self.method.terms.exchanging:
-            term.after_fit(self.method)
         self.method.on_fit_end()
+        for term in self.method.terms.exchanging:  # they keep the model as the method leaves it
+            term.after_fit(self.method)
         self._running_on.end()
         self.hooks.end()
 

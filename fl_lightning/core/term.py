@@ -96,7 +96,7 @@ class Term(Wide):
         """See a mini-batch's forward pass, to average artifacts while training runs: after its step in most methods."""
 
     def after_fit(self, host: Host) -> None:
-        """Keep what the next round needs, at the end of a local fit."""
+        """Keep what the next round needs, at the end of a local fit, once its method has done so (`on_fit_end`)."""
 
     def receive(self, host: Host, message: Message) -> None:
         """Take the term's artifact out of what came in."""

@@ -294,9 +294,9 @@ class Stack:
             check_fit(method, self.module.meter)
         if not outcome.has_ended:
             set_stream_states(member.streams)
+            method.on_fit_end()
             for term in method.terms.exchanging:
                 term.after_fit(method)
-            method.on_fit_end()
 
     # --- tests after the receive --------------------------------------------------------------------------------------
 

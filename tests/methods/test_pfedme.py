@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fl_lightning.core.server_optimizer import ServerMomentum
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.methods.pfedme import pFedMe
 from fl_lightning.seeding import derive_seed
 
@@ -97,3 +98,13 @@ def test_steps_of_w_are_clipped_though_the_other_part_has_no_gradient(algorithm,
     loop.run()
     moved = max(float((tensor - before[n]).abs().max()) for n, tensor in loop.exchange.global_message().weights.items())
     assert 0 < moved <= 4 * LR * 1.001e-3  # a round has at most four steps
+
+
+def test_terms_keep_the_model_as_the_fit_has_left_it(conv_net, run_federation):
+    """Its running statistics are θ's; the last model that a term compares with had those that came in."""
+    loop = run_federation(lambda: pFedMe(conv_net(), extra_terms=[ModelContrast()]), rounds=1)
+    kept, sent = loop.runner.pool.get(0), loop.diary.sent[1, 0].weights
+    known = {name: tensor for name, tensor in kept.items() if ".previous.0." in name}
+    assert any(name.endswith("running_mean") for name in known)
+    for name, tensor in known.items():
+        assert torch.equal(tensor, sent[name.replace("terms.1.previous.0.", "model.body.")]), name
