@@ -68,16 +68,22 @@ class DFedPGP(Method):
 
     @override
     def phases(self) -> list[Phase]:
-        body = ("model.body", "terms")
+        trained = [name for name, own in self.terms.named_parameters(prefix="terms") if own.requires_grad]
+        owners = dict(self.terms.named_modules(prefix="terms"))
+        sent = [name for name in trained if self.is_shared(name, owners[name.rpartition(".")[0]])]
+        parts = {"body": ("model.body", *sent), "terms": tuple(name for name in trained if name not in sent)}
+        own = {name: names for name, names in parts.items() if names}
         return [
             Phase("head", trains=("model.head",), epochs=self.head_epochs, lr=self.head_lr),
-            Phase("body", trains=body, epochs=self.body_epochs, tune=self._divide_by_mass),
+            Phase("body", ("model.body", "terms"), self.body_epochs, parts=own, tune=self._divide_by_mass),
         ]
 
     def _divide_by_mass(self, optimizer: Optimizer) -> None:
-        """The body's rate over μ."""
+        """The body's rate over μ, and that of what terms send beside it; what they keep is no numerator."""
+        body = {id(own) for own in self.model.body.parameters()}
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
-            group["lr"] /= float(self.mass) ** (2 if self.chain_rule else 1)
+            if any(id(own) in body for own in group["params"]):
+                group["lr"] /= float(self.mass) ** (2 if self.chain_rule else 1)
 
     @record_safe()
     def receive(self, message: Message, data: OwnData) -> None:

@@ -8,6 +8,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph
 from fl_lightning.federation.peers import Ring
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.methods.dfedpgp import DFedPGP
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.resnet import ResNet18
@@ -36,6 +37,13 @@ def test_body_steps_at_the_rate_over_mu_and_the_head_at_its_own(client):
     assert rates(client(0.5, chain_rule=True)) == pytest.approx([0.1, 0.4])
     assert rates(client(2.0, head_lr=0.001)) == pytest.approx([0.001, 0.05])
     assert rates(client(0.5, body_epochs=0)) == pytest.approx([0.1])
+
+
+def test_what_a_term_keeps_to_itself_is_trained_at_its_own_rate(client):
+    """It is not pushed, and has no μ."""
+    assert rates(client(0.5, extra_terms=[FeatureDistillation()])) == pytest.approx([0.1, 0.2, 0.1])
+    shared = FeatureDistillation(distillation=Distillation(parameters="shared"))
+    assert rates(client(0.5, extra_terms=[shared])) == pytest.approx([0.1, 0.2])
 
 
 def test_optimizers_that_scale_gradients_keep_their_rate(client):
