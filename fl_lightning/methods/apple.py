@@ -15,11 +15,11 @@ from typing_extensions import override
 from fl_lightning.core.division import keeps_all
 from fl_lightning.core.facts import PlansRounds
 from fl_lightning.core.lending import AllModels, lending_all
-from fl_lightning.core.method import Forward, Message, Method, OwnData, Parts, Phase, Predictor, Step, Term
+from fl_lightning.core.method import Message, Method, OwnData, Parts, Phase, Predictor, Step, Term
 from fl_lightning.core.personal import personal_only
 from fl_lightning.errors import require
 from fl_lightning.losses.relations import FadingWeight, Schedule, anchor_loss
-from fl_lightning.models.mixture import head_with, pass_with, with_parameters
+from fl_lightning.models.mixture import Lent, head_with, pass_with, with_parameters
 from fl_lightning.models.split import SplitModel
 
 
@@ -84,7 +84,7 @@ class APPLE(PlansRounds, Method):
 
     @override
     def local_step(self, step: Step) -> None:
-        out = Forward(step.x, step.y, *step.through(pass_with, self.model, self._mixture(True), step.x))
+        out = step.forward(through=Lent(self.model, self._mixture(True)))
         step.descend({**step.values(out), "anchor": anchor_loss(self.relations, self.cores.shares)})
         step.observe(out)
 

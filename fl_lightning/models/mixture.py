@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,26 @@ def pass_with(model: SplitModel, parameters: Mapping[str, Tensor], x: Tensor) ->
         x: [B, …] inputs.
     """
     return _with(model, parameters, x, _whole)  # type: ignore[no-any-return]
+
+
+class Lent(NamedTuple):
+    """A split model with other parameters, for a step's pass `through` it.
+
+    Args:
+        model: batch norm's statistics are its own, and move with it.
+        parameters: by name; gradients reach what they were made of.
+    """
+
+    model: SplitModel
+    parameters: Mapping[str, Tensor]
+
+    def forward_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Feature maps and embedding [B, D] of inputs [B, …]."""
+        return _with(self.model, self.parameters, x, lambda model, x: model.forward_features(x))  # type: ignore[no-any-return]
+
+    def head(self, z: Tensor) -> Tensor:
+        """Logits [B, C] of embeddings [B, D]."""
+        return head_with(self.model, self.parameters, z)
 
 
 def head_with(model: SplitModel, parameters: Mapping[str, Tensor], z: Tensor) -> Tensor:

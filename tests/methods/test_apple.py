@@ -15,6 +15,7 @@ from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.distillation import FeatureDistillation
+from fl_lightning.losses.hyper_knowledge import HyperPredictions
 from fl_lightning.losses.relations import FadingWeight
 from fl_lightning.methods.apple import APPLE
 
@@ -118,6 +119,13 @@ def test_ranges_are_checked(mlp):
     for options in ({"weight": -1.0}, {"relation_lr": 0.0}, {"share": 0.0}, {"schedule": "linear"}):
         with pytest.raises(ConfigError, match=rf"method\.{next(iter(options))}: must be"):
             APPLE(mlp(), **options)
+
+
+def test_terms_pass_on_in_the_precision_of_the_pass(mlp, run_federation):
+    """They got bfloat16 inputs outside autocast, and the second round ended in a line of torch's."""
+    trainer = {"precision": "bf16-mixed"}
+    loop = run_federation(lambda: APPLE(mlp(), extra_terms=[HyperPredictions(min_share=0.0)]), 2, trainer=trainer)
+    assert loop.diary.rows[-1]["loss/hyper_predictions"] > 0
 
 
 def test_a_term_that_shares_weights_is_refused(mlp, set_up_federation):
