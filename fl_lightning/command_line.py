@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,7 @@ class CommandLine:
         )
         if usual:  # another class has defaults of its own
             self.tree["optimizer"] = merged(OPTIMIZER, own, "optimizer")
-        self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
+        self.settings = list(_with_all_entries(setting for part in self._parts for setting in part.settings))
 
     def _read(self, argv: Sequence[str | Mapping[str, Any] | Part]) -> Iterator[Part]:
         waiting = list(argv)
@@ -265,7 +265,7 @@ def _option(option: str, value: str) -> Part:
         content = Nothing()
     if option != key:
         content = More(content if isinstance(content, list) else [content])
-        settings = [(key, list(content))]
+        settings = [(key, content)]
     for name in reversed(path):
         content = Brief({name: content})
     return Part(section, content, settings, is_option=True)
@@ -347,23 +347,33 @@ def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[Setting]:
 # --- lists of classes -----------------------------------------------------------------------------------------------
 
 
-def _with_entries(key: str, value: Any) -> Iterator[Setting]:
-    """A setting, and what the entries say where it is a list of classes."""
+def _with_all_entries(settings: Iterable[Setting]) -> Iterator[Setting]:
+    """All settings, with what entries of lists of classes say; added ones count on from those before them."""
+    length: dict[str, int] = {}
+    for key, value in settings:
+        own = bare(key).removesuffix(".class_path")
+        first = length.get(own, 0) if isinstance(value, More) else 0
+        length[own] = first + (len(value) if isinstance(value, list) else value is not None)
+        yield from _with_entries(key, value, first)
+
+
+def _with_entries(key: str, value: Any, first: int) -> Iterator[Setting]:
+    """A setting, and what the entries say where it is a list of classes, whose first has this place."""
     if key == "model" and isinstance(value, list):
-        yield from _models(value)
+        yield from _models(value, first)
         return
     if key in ("method.init_args.extra_terms", "method.extra_terms", "federation.wire"):
-        for index, entry in enumerate(value if isinstance(value, list) else ()):
+        for index, entry in enumerate(value if isinstance(value, list) else (), first):
             if key == "federation.wire":
                 _check_entry(f"{key}.{index}", "filter", entry, ENTRY_KEYS[:2])
             yield from flatten({f"{key}.{index}": entry})
     yield key, value
 
 
-def _models(models: list[Any]) -> Iterator[Setting]:
+def _models(models: list[Any], first: int) -> Iterator[Setting]:
     if not models:
         raise ConfigError("model", "the list must hold at least one model")
-    for index, entry in enumerate(models):
+    for index, entry in enumerate(models, first):
         _check_entry(f"model.{index}", "model", entry, ENTRY_KEYS)
         yield from flatten({f"model.{index}": entry})
 

@@ -89,7 +89,7 @@ def merged(old: Any, new: Any, key: str) -> Any:
         return new
     if isinstance(new, Brief) and isinstance(old, list) and old:
         ((name, value),) = new.items()
-        index, inside = (int(name), value) if name.isdigit() else (len(old) - 1, new)
+        index, inside = (int(name), value) if name.isdecimal() else (len(old) - 1, new)
         if index >= len(old):
             raise ConfigError(f"{key}.{name}", f"the list has {len(old)} entries")
         return [*old[:index], merged(old[index], inside, f"{key}.{index}"), *old[index + 1 :]]

@@ -1,6 +1,7 @@
 """Constructors that take frozen dataclasses: sections inside a class's arguments."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -384,6 +385,39 @@ def test_a_filter_is_added_as_callbacks_are(given):
     assert line.tree["federation"]["wire"] == ["TopK", QUANTIZE if "{" in given else "Quantize"]
     with pytest.raises(ConfigError, match=r"federation\.wire\.0\.init_args\.bts: there is no such key of Quantize"):
         check_names(CommandLine(["--federation.wire+", "{class_path: Quantize, init_args: {bts: 8}}"]))
+
+
+@pytest.mark.parametrize(
+    ("before", "added", "key"),
+    [
+        ({"federation": {"wire": ["Quantize"]}}, "--federation.wire+", "federation.wire.1"),
+        ({"federation": {"wire": ["Quantize", "Quantize"]}}, "--federation.wire+", "federation.wire.2"),
+        ({"model": [{"class_path": "MLP"}, "MLP"]}, "--model+", "model.2"),
+        ({"model": {"class_path": "MLP"}}, "--model+", "model.1"),
+        ({"method": "FedAvg", "method.extra_terms": ["Proximal"]}, "--method.extra_terms+", "method.extra_terms.1"),
+    ],
+)
+def test_what_is_added_to_a_list_counts_on_from_the_entries_before_it(before, added, key):
+    """It went by the place 0, so that an option of the first entry was refused as one of the added class."""
+    keyed = [f"--{name}={value}" for name, value in before.items() if "." in name]
+    file = {name: value for name, value in before.items() if "." not in name}
+    kind = "CNN" if "model" in added else "ModelContrast" if "terms" in added else "TopK"
+    line = CommandLine([file, *keyed, added, f"{{class_path: {kind}, init_args: {{bts: 8}}}}"])
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}\.init_args\.bts: there is no such key"):
+        check_names(line)
+
+
+def test_an_option_of_the_first_filter_is_its_own_where_one_was_added():
+    file = {"federation": {"wire": ["Quantize"]}}
+    line = CommandLine([file, "--federation.wire+", "TopK", "--federation.wire.0.bits", "4"])
+    check_names(line)
+    assert line.tree["federation"]["wire"] == [{"class_path": "Quantize", "init_args": {"bits": "4"}}, "TopK"]
+
+
+def test_a_raised_digit_is_no_place_in_a_list():
+    """It ended in a traceback."""
+    line = CommandLine(["--trainer.callbacks=[Timer]", "--trainer.callbacks.²=1"])
+    assert line.tree["trainer"]["callbacks"] == [{"class_path": "Timer", "init_args": {"²": "1"}}]
 
 
 def test_a_model_is_added_to_those_before_it():
