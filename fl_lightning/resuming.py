@@ -6,11 +6,13 @@ import errno
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import require
 from fl_lightning.files import content_of
+from fl_lightning.reading import read_yaml
+from fl_lightning.shipped import path_of
 
 LOCK = ".lock"
 MARK = "a run of fl-lightning lies here\n"
@@ -108,8 +110,9 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     """Let a command line that resumes a run mean the folder where that run lies now.
 
     ``--resume FOLDER`` (or a checkpoint in it) takes output and name from the folder and, without a ``--config``, the
-    configuration, too. ``--resume auto`` does so where the last ``--config`` is the ``config.yaml`` in a run's folder.
-    An ``--output`` or ``--name`` on the command line wins over the latter: then that folder is meant.
+    configuration, too. ``--resume auto`` does so where a ``--config`` is the ``config.yaml`` in a run's folder. An
+    ``--output`` or ``--name`` on the command line, or in a file behind it, wins over the latter: then that folder is
+    meant.
 
     Args:
         argv: the command line after ``fit``.
@@ -123,8 +126,7 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     if not resume or (resume[-1] == "auto" and (outputs or names)):
         return list(argv)
     if resume[-1] == "auto":
-        last = Path(configs[-1]) if configs else Path()
-        folder = _run_of(last.parent) if last.name == "config.yaml" else None
+        folder = _run_said_by(configs)
         return list(argv) if folder is None else [*argv, *_place(folder)]
     named = Path(resume[-1])
     folder = next(filter(None, map(_run_of, (named, *named.parents[:2]))), None)
@@ -157,6 +159,17 @@ def _values(argv: Sequence[str], option: str) -> list[str]:
         for word, value in pairs
         if word == option or word.startswith(f"{option}=")
     ]
+
+
+def _run_said_by(configs: Sequence[str]) -> Path | None:
+    """The folder of the run whose own configuration is among the files, unless one behind it says another place."""
+    runs = [_run_of(Path(config).parent) if Path(config).name == "config.yaml" else None for config in configs]
+    place = max((place for place, folder in enumerate(runs) if folder is not None), default=None)
+    if place is None:
+        return None
+    later = [read_yaml(path_of(Path(config)), "--config") for config in configs[place + 1 :]]
+    elsewhere = any(isinstance(said, Mapping) and {"output", "name"} & {*said} for said in later)
+    return None if elsewhere else runs[place]
 
 
 def _run_of(folder: Path) -> Path | None:

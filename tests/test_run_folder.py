@@ -227,6 +227,23 @@ def test_a_folder_to_go_on_from_and_another_one_are_refused(other, given, tmp_pa
     assert with_resumed_folder(["--resume", "auto", *other]) == ["--resume", "auto", *other]
 
 
+@pytest.mark.parametrize(
+    ("said", "goes_on"),
+    [("federation: {rounds: 9}", True), ("name: b", False), ("output: elsewhere", False), ("", True)],
+)
+def test_a_file_behind_a_runs_own_changes_it_and_not_where_it_lies(said, goes_on, tmp_path, monkeypatch):
+    """A run that was moved began anew, or went on with another one, in the folder that its configuration names."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "moved" / "a" / "checkpoints" / "round-0001.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    (tmp_path / "moved" / "a" / "config.yaml").write_text("output: runs\nname: a")
+    (tmp_path / "longer.yaml").write_text(said)
+    words = ["--config", "moved/a/config.yaml", "--config=longer.yaml", "--resume", "auto"]
+    place = ["--output", "moved", "--name", "a"] if goes_on else []
+    assert with_resumed_folder(words) == [*words, *place]
+
+
 def test_run_that_has_lost_its_configuration_says_so(tmp_path):
     checkpoint = tmp_path / "run" / "checkpoints" / "round-0001.ckpt"
     checkpoint.parent.mkdir(parents=True)
