@@ -48,6 +48,8 @@ def predict(argv: Sequence[str]) -> int:
     named = options.client in ("all", "global") or options.client.isdecimal()
     require(named, "--client", "must be a client's number, all or global", options.client)
     require(data.exists(), "DATA", "there is no such file or folder", options.data)
+    same = output.exists() and output.samefile(data)
+    require(not same, "--output", "is DATA itself, whose samples it would replace; name another file", str(output))
 
     from fl_lightning.predicting import predict_run
 

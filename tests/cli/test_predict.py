@@ -76,6 +76,16 @@ def test_mistakes_are_one_line_and_write_nothing(run, own, tmp_path, monkeypatch
     assert not (tmp_path / "predictions.csv").exists()
 
 
+def test_predictions_do_not_replace_the_samples(tmp_path, monkeypatch):
+    """A table that is called as predictions are was lost, in silence."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "predictions.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"--output: is DATA itself, whose .*, got 'predictions\.csv'"):
+        predict([".", str(tmp_path / "predictions.csv")])
+    assert (tmp_path / "predictions.csv").read_text() == "a,b\n1,2\n"
+
+
 def test_who_fell_sick_in_its_last_round_is_left_out_of_all(trial, own, tmp_path, capsys):
     """All were refused, because the run kept no models or was not finished, neither of which was so."""
     run = trial(name="sick", federation__rounds=1, federation__on_client_error="skip").fit()
