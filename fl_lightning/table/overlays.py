@@ -204,7 +204,7 @@ def split_options(argv: Sequence[str], seeds: str) -> tuple[list[str], list[str]
     waiting = list(argv)
     while waiting:
         word = waiting.pop(0)
-        section = word[2:].partition("=")[0].partition(".")[0] if word.startswith("--") else ""
+        section = word[2:].partition("=")[0].rstrip("+").partition(".")[0] if word.startswith("--") else ""
         if section not in (*SECTIONS, "config") or section in ("output", "seed", "name"):
             require(section not in ("seed", "name"), f"--{section}", f"each run has its own; {seeds}")
             own.append(word)

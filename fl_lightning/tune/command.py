@@ -335,7 +335,7 @@ def _require_free(overrides: Sequence[str], contender: Contender) -> None:
     """
     varied = set(map(bare, contender.space))
     for word in overrides:
-        key = bare(word.removeprefix("--").partition("=")[0]) if word.startswith("--") else ""
+        key = bare(word.removeprefix("--").partition("=")[0].rstrip("+")) if word.startswith("--") else ""
         rule = "is what the search varies: change its space" if key in varied else "is validation in every search"
         require(key not in varied and key != "data.evaluate_on", f"--{key}", f"{rule}, and leave it out")
 

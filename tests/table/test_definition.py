@@ -5,7 +5,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.parser import configured
 from fl_lightning.table.definition import Published, read_definition
 from fl_lightning.table.figures import Head, Value
-from fl_lightning.table.overlays import Overlay, read_overlay
+from fl_lightning.table.overlays import Overlay, read_overlay, split_options
 from fl_lightning.table.page import shown
 from fl_lightning.table.writing import latex, markdown
 
@@ -290,3 +290,12 @@ def test_a_mistake_is_one_line_that_names_its_key(write, old, new, key, word):
 def test_no_table_at_all(write, text):
     with pytest.raises(ConfigError):
         read_definition(write(text))
+
+
+def test_what_is_added_to_a_section_is_an_option_of_the_runs():
+    """It was taken for an option of `table`, and refused."""
+    words = ["t.yaml", "--metrics+", "AUROC", "--model+=CNN", "--trainer.callbacks+", "Timer", "--jobs", "2"]
+    added = ["--metrics+=AUROC", "--model+=CNN", "--trainer.callbacks+=Timer"]
+    assert split_options(words, "say --seeds") == (["t.yaml", "--jobs", "2"], added)
+    with pytest.raises(ConfigError, match="--seed: each run has its own; say --seeds"):
+        split_options(["--seed+", "1"], "say --seeds")

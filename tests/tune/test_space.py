@@ -6,6 +6,7 @@ import pytest
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.table.overlays import Overlay
+from fl_lightning.tune.command import _require_free
 from fl_lightning.tune.space import Contender, Range, grid, grid_size, read_search
 
 GOOD = """
@@ -159,3 +160,11 @@ def test_a_methods_own_range_replaces_that_of_all_however_it_is_written(write):
     }
     with pytest.raises(ConfigError, match=r"^space\.optimizer\.lr: stands there twice, with and without init_args"):
         read_search(write("rows: {A: {}}\nspace: {optimizer.lr: [1.0], optimizer.init_args.lr: [2.0]}\n"))
+
+
+@pytest.mark.parametrize("word", ["--model.hidden=[3]", "--model.init_args.hidden+=3"])
+def test_what_a_search_varies_is_refused_as_an_option(write, word):
+    """What was added to such a list was taken, and heeded in no run."""
+    search = read_search(write("rows: {A: {}}\nspace: {model.init_args.hidden: [[4], [8]]}\n"))
+    with pytest.raises(ConfigError, match=r"^--model\.hidden: is what the search varies: change its space"):
+        _require_free([word], search.contenders[0])
