@@ -19,8 +19,8 @@ FLOORS = ("core", "data", "federation", "losses", "methods", "models", "report")
 
 # What a floor may import at run time, beside itself and the modules at the root that stand below everything.
 BELOW = (
-    "terminal", "errors", "archives", "files", "sealed", "resuming", "source", "static", "identity", "shapes",
-    "seeding", "catalog", "reading", "trust", "heap", "own_sources", "marks", "running_on", "own_methods",
+    "terminal", "errors", "archives", "files", "sealed", "source", "static", "identity", "shapes", "seeding", "catalog",
+    "shipped", "reading", "resuming", "trust", "heap", "own_sources", "marks", "running_on", "own_methods",
 )  # fmt: skip
 ALLOWED = {
     "models": set(),
