@@ -248,15 +248,17 @@ class RunningSum(TensorMean):
 
     Args:
         divisor: > 0; the number of all clients makes it the mean over them of what those who are out last sent, too.
+            Of one that grows, round -> divisor, what there was is a mean over fewer, and brought to it first.
         uniform: all clients alike; False weighs them by samples: previous + |S| / divisor · Σ n_i v_i / Σ n_i.
     """
 
     hears_mean = takes_noise = False  # who sends one counts on its being added as it is
     adds = True
 
-    def __init__(self, divisor: float, uniform: bool = True) -> None:
+    def __init__(self, divisor: float | Callable[[int], float], uniform: bool = True) -> None:
         super().__init__(uniform)
         self._divisor = divisor
+        self._known: Mapping[str, Tensor] | None = None  # the divisor of what there was, where it may be another one
 
     @property
     @override
@@ -267,10 +269,27 @@ class RunningSum(TensorMean):
     def result(self, previous: Tensor | None) -> Tensor | None:
         if self._mean.empty:
             return previous
-        mean = self._mean
-        added = mean.sum()["value"] / (self._divisor if self._uniform else mean.total / mean.count * self._divisor)
-        total = added if previous is None else added + previous.to(added.dtype)
+        mean, divisor, before = self._mean, self._divisor, self._known
+        if callable(divisor):
+            divisor = divisor(self.round)
+            self._known = {"divisor": torch.tensor(float(divisor))}
+        added = mean.sum()["value"] / (divisor if self._uniform else mean.total / mean.count * divisor)
+        total = added if previous is None else added + _scaled(previous.to(added.dtype), before, divisor)
         return total.to(self._mean.result()["value"].dtype)
+
+    @override
+    def memory(self) -> Mapping[str, Tensor] | None:
+        return self._known
+
+    @override
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        self._known = memory
+
+
+def _scaled(total: Tensor, known: Mapping[str, Tensor] | None, divisor: float) -> Tensor:
+    """A sum over one divisor as one over another."""
+    before = divisor if known is None else float(known["divisor"])
+    return total if before == divisor else total * (before / divisor)
 
 
 ClassWeighting = Literal["count", "uniform", "count_over_holders"]

@@ -32,6 +32,7 @@ class Facts:
         newcomers: how many of the clients, the last ones, join after the first rounds.
         client: who is told, 0-based; -1 for a server.
         expected: clients that a round expects once all have joined, whoever fails; a mean where each comes by chance.
+        joins_after: the round after which newcomers join.
     """
 
     num_clients: int = 1
@@ -43,6 +44,11 @@ class Facts:
     newcomers: int = 0
     client: int = -1
     expected: float = 1.0
+    joins_after: int = 0
+
+    def num_joined(self, round: int) -> int:
+        """How many of the clients have joined by a round."""
+        return self.num_clients if round > self.joins_after else self.num_clients - self.newcomers
 
     @property
     def is_newcomer(self) -> bool:

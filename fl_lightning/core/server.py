@@ -206,7 +206,8 @@ class Server:
         if self.optimizer is None:
             return mean
         came = len(self.facts.participants) if self.expected is None else self.expected(self.round)
-        self.optimizer.share = came / self.facts.num_clients
+        self.optimizer.joined = self.facts.num_joined(self.round)
+        self.optimizer.share = came / self.optimizer.joined
         return self.optimizer.step(self.started.weights, mean)
 
     def aggregate(self, messages: Mapping[int, Message]) -> Message:

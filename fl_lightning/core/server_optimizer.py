@@ -39,7 +39,9 @@ class ServerOptimizer(ABC):
         self.trained: frozenset[str] | None = None
         """Names of the weights that are parameters; None for all that are floating-point."""
         self.share = 1.0
-        """How many of all clients took part in the round that has just closed, in (0, 1]."""
+        """How many of all clients that have joined took part in the round that has just closed, in (0, 1]."""
+        self.joined = 1
+        """How many have joined."""
         self.state: dict[str, dict[str, Tensor]] = {}
 
     def start(self, trained: Iterable[str]) -> None:

@@ -327,7 +327,8 @@ def _facts(settings: Federation, data: FederatedData, seed: int, device: torch.d
     """What everybody knows before the first round."""
     newcomers, num_clients = settings.newcomers, len(data.clients)
     expected = Calendar(settings, num_clients, seed, data.num_train).expected(newcomers.after + 1)
-    return Facts(num_clients, settings.rounds, seed, device, newcomers=newcomers.clients, expected=expected)
+    later, after = newcomers.clients, newcomers.after
+    return Facts(num_clients, settings.rounds, seed, device, newcomers=later, expected=expected, joins_after=after)
 
 
 def _taken(flags: dict[str, Any], optimizer: OptimizerFactory, recall: int) -> FitSettings:

@@ -22,7 +22,7 @@ from fl_lightning.trust import is_known
 
 _KNOWN: Mapping[type, frozenset[str]] = {
     Server: frozenset(vars(Server(Message()))),
-    ServerOptimizer: frozenset({"lr", "trained", "share", "state"}),
+    ServerOptimizer: frozenset({"lr", "trained", "share", "joined", "state"}),
     Aggregator: frozenset({"trained"}),
 }
 """What the bases have, and save where it matters."""

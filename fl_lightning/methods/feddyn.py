@@ -25,8 +25,8 @@ class FedDyn(Method):
         θ_k = argmin L_k(θ) − ⟨g_k, θ⟩ + α/2 ‖θ − θ^{t−1}‖²,  g_k ← g_k − α (θ_k − θ^{t−1})
         h ← h − α/m Σ_k (θ_k − θ^{t−1}),  θ^t = mean(θ_k) − h/α
 
-    Sum and mean are over the participants, all alike; m counts all clients. The message is the model. Batch norm's
-    statistics are averaged plainly. (Public codes clip gradients to a norm of 10, for which there is
+    Sum and mean are over the participants, all alike; m counts all clients that have joined. The message is the model.
+    Batch norm's statistics are averaged plainly. (Public codes clip gradients to a norm of 10, for which there is
     `trainer.gradient_clip_val`; the authors' divides α by a client's number of samples over the mean one.)
 
     Args:
@@ -82,8 +82,15 @@ class FedDyn(Method):
 
 
 class DynamicMean(ServerOptimizer):
-    """Adds to the mean how far all clients have moved on average in all rounds, −h/α."""
+    """Adds to the mean how far all clients have moved on average in all rounds, −h/α.
+
+    Who has joined since has moved nowhere.
+    """
 
     @override
     def direction(self, name: str, delta: Tensor) -> Tensor:
-        return delta + self.remembered("moved", name, delta).add_(delta, alpha=self.share)
+        moved, of = self.remembered("moved", name, delta), self.state.setdefault("of", {})
+        if name in of and of[name] != self.joined:
+            moved.mul_(of[name].to(moved) / self.joined)
+        of[name] = torch.tensor(self.joined)
+        return delta + moved.add_(delta, alpha=self.share)

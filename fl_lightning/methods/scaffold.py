@@ -29,8 +29,9 @@ class SCAFFOLD(Method):
 
         y_i ← y_i − η (g − c_i + c),  c_i⁺ = c_i − c + (x − y_i)/(Kη)
 
-    after K steps at rate η. Server: x ← mean(y_i), c ← c + |S|/N mean(c_i⁺ − c_i), all participants alike; its step
-    size η_g is `federation.server_optimizer: ServerMomentum` with that rate and momentum 0. Message: twice the model.
+    after K steps at rate η. Server: x ← mean(y_i), c ← c + |S|/N mean(c_i⁺ − c_i), all participants alike, N those that
+    have joined; its step size η_g is `federation.server_optimizer: ServerMomentum` with that rate and momentum 0.
+    Message: twice the model.
 
     With momentum ρ a client moves by up to 1/(1 − ρ) gradients a step, which c_i, by its equation, then holds. Where
     momentum sees the correction, too, that factor comes in twice, and what should hold clients together overshoots.
@@ -120,5 +121,5 @@ class SCAFFOLD(Method):
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
-        added = partial(RunningSum, facts.num_clients, uniform=self.weighting == "uniform")
+        added = partial(RunningSum, facts.num_joined, uniform=self.weighting == "uniform")
         return Server(initial, {"control": added}, weighting=self.weighting)

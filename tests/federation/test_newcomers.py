@@ -16,7 +16,9 @@ from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.methods.drdfl import DRDFL, Latents
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.feddyn import FedDyn
 from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.report.columns import may_exist
 
 LAST_JOINS = {"newcomers": Newcomers(clients=1, after=2)}
@@ -26,6 +28,32 @@ def test_newcomers_stay_out_until_their_round(mlp, run_federation):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=4, **LAST_JOINS)
     assert [row["participants"] for row in loop.diary.rows] == [3, 3, 4, 4]
     assert {client for round, client in loop.diary.sent if round <= 2} == {0, 1, 2}
+
+
+HELD = ((6, 6, 5, 0), (0, 5, 9, 5), (12, 8, 0, 0), (0, 0, 1, 13))
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedDyn, SCAFFOLD])
+def test_rounds_before_anybody_joins_are_those_of_the_founders_alone(method, mlp, run_federation, make_data):
+    alone = run_federation(lambda: method(mlp()), rounds=2, data=make_data(counts=HELD[:2]))
+    joined = run_federation(lambda: method(mlp()), data=make_data(counts=HELD), newcomers=Newcomers(2, 2))
+    losses = [{key: loop.diary.reports[key].losses for key in alone.diary.reports} for loop in (alone, joined)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("sampling", ["fixed", "poisson"])
+def test_what_a_server_sums_up_is_the_mean_over_all_who_have_joined(sampling, mlp, run_federation):
+    share = 1.0 if sampling == "fixed" else 0.4
+    options = {"rounds": 5, "newcomers": Newcomers(2, 2), "sampling": sampling, "participation": share}
+    scaffold = run_federation(lambda: SCAFFOLD(mlp()), **options)
+    kept = [scaffold.runner.pool.get(client) or {"own_control": torch.zeros(())} for client in range(4)]
+    found = scaffold.exchange.global_message().artifacts["control"]
+    torch.testing.assert_close(found, sum(own["own_control"] for own in kept) / 4)
+    dynamic = run_federation(lambda: FedDyn(mlp()), **options)
+    kept = [dynamic.runner.pool.get(client) or {"moved": torch.zeros(())} for client in range(4)]
+    state = dynamic.exchange.server.optimizer.state["moved"]
+    found = torch.cat([moved.reshape(-1) for name, moved in state.items()]).float()
+    torch.testing.assert_close(found, sum(own["moved"] for own in kept) / 4, rtol=1e-4, atol=1e-6)
 
 
 def test_columns_are_the_founders_and_the_newcomers_have_their_own(mlp, run_federation):
