@@ -39,11 +39,6 @@ class Draw:
         require(self.choice is None or len(self.choice) > 0, "choice", "must hold a number", self.choice)
 
     @property
-    def least(self) -> Number:
-        """The smallest number that may come."""
-        return min(self.uniform or self.choice or ())
-
-    @property
     def values(self) -> list[int | float]:
         """The numbers that were given."""
         return [*(self.uniform or ()), *(self.choice or ())]
@@ -70,8 +65,8 @@ def check_workload(epochs: Number | Draw, steps: int | Draw | None) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    least = epochs.least if isinstance(epochs, Draw) else epochs
-    require(0 < least < float("inf"), "federation.local_epochs", "must be > 0", least)
+    for number in epochs.values if isinstance(epochs, Draw) else [epochs]:
+        require(0 < number < float("inf"), "federation.local_epochs", "must be > 0 and finite", number)
     if steps is None:
         return
     for number in steps.values if isinstance(steps, Draw) else [steps]:

@@ -179,6 +179,18 @@ def test_terms_that_average_over_an_epoch_need_it_whole(mlp, set_up_federation, 
     ("options", "line"),
     [
         ({"local_epochs": -0.5}, "federation.local_epochs: must be > 0, got -0.5"),
+        (
+            {"local_epochs": Draw(choice=[1, float("inf")])},
+            "federation.local_epochs: must be > 0 and finite, got inf",
+        ),
+        (
+            {"local_epochs": Draw(choice=[1, float("nan")])},
+            "federation.local_epochs: must be > 0 and finite, got nan",
+        ),
+        (
+            {"local_epochs": Draw(uniform=[0.5, float("inf")])},
+            "federation.local_epochs: must be > 0 and finite, got inf",
+        ),
         ({"local_steps": 0}, "federation.local_steps: must be whole numbers of mini-batches >= 1, got 0"),
         (
             {"local_steps": Draw(choice=[1, 2.5])},
