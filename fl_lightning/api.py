@@ -31,6 +31,7 @@ from fl_lightning.overrides import Source, said
 from fl_lightning.parser import resolve
 from fl_lightning.report.live import RoundProgress
 from fl_lightning.report.plain import PlainConsole
+from fl_lightning.resuming import run_said_by
 from fl_lightning.run import Run
 from fl_lightning.terminal import OutlivedStream, say
 from fl_lightning.trust import Trust
@@ -66,6 +67,8 @@ class Experiment:
             self.config: Config = resolve(self._given.tree, self._trust)
             """The resolved configuration, in plain containers; what is changed in it is checked by the next `fit`."""
             BuiltExperiment(self.config)
+        self._sources = *sources, overrides
+        self._place = self.config["output"], self.config["name"]
 
     @property
     def name(self) -> str:
@@ -112,7 +115,8 @@ class Experiment:
         Ctrl-C (a notebook's interrupt) stops the run once the present round is saved, a second one at once.
 
         Args:
-            resume: ``auto`` goes on with the run that the folder holds, or a checkpoint of it; None starts anew.
+            resume: ``auto`` goes on with the run that the folder holds, or a checkpoint of it; None starts anew. Of an
+                experiment that is a run's own ``config.yaml`` the folder is where that run lies now.
             overwrite: replace the run that the folder holds.
             verbose: show rounds as they are done.
             callbacks: one or several, told of every round, beside those of the configuration. Where the run has
@@ -127,6 +131,8 @@ class Experiment:
             RuntimeError: if one of several processes was lost; its error is on stderr.
         """
         again = None if resume is None else str(resume)
+        if again is not None:
+            self._go_where_it_lies()
         own = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
         for callback in own:
             require(isinstance(callback, FederationCallback), "callbacks", "must be FederationCallbacks", callback)
@@ -139,6 +145,13 @@ class Experiment:
             else:
                 self._fit_in(team, built, again, overwrite, verbose, own)
         return Run(built.folder, self._trust)
+
+    def _go_where_it_lies(self) -> None:
+        """Take output and name from where a run lies now whose own configuration this is, as the command line does."""
+        if (self.config["output"], self.config["name"]) == self._place:  # not changed by hand
+            folder = run_said_by(self._sources)
+            if folder is not None:
+                self.config["output"], self.config["name"] = str(folder.parent), folder.name
 
     def _fit_here(
         self,

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.errors import require
 from fl_lightning.files import content_of
@@ -126,7 +127,7 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     if not resume or (resume[-1] == "auto" and (outputs or names)):
         return list(argv)
     if resume[-1] == "auto":
-        folder = _run_said_by(configs)
+        folder = run_said_by(configs)
         return list(argv) if folder is None else [*argv, *_place(folder)]
     named = Path(resume[-1])
     folder = next(filter(None, map(_run_of, (named, *named.parents[:2]))), None)
@@ -161,15 +162,27 @@ def _values(argv: Sequence[str], option: str) -> list[str]:
     ]
 
 
-def _run_said_by(configs: Sequence[str]) -> Path | None:
-    """The folder of the run whose own configuration is among the files, unless one behind it says another place."""
-    runs = [_run_of(Path(config).parent) if Path(config).name == "config.yaml" else None for config in configs]
+def run_said_by(configs: Sequence[str | os.PathLike[str] | Mapping[str, Any]]) -> Path | None:
+    """The folder of the run whose own configuration is among some, unless one behind it says another place.
+
+    Args:
+        configs: files, or what such a file would hold.
+    """
+    runs = [None if isinstance(config, Mapping) else _run_with(Path(config)) for config in configs]
     place = max((place for place, folder in enumerate(runs) if folder is not None), default=None)
     if place is None:
         return None
-    later = [read_yaml(path_of(Path(config)), "--config") for config in configs[place + 1 :]]
-    elsewhere = any(isinstance(said, Mapping) and {"output", "name"} & {*said} for said in later)
+    contents = (
+        config if isinstance(config, Mapping) else read_yaml(path_of(Path(config)), "--config")
+        for config in configs[place + 1 :]
+    )
+    elsewhere = any(isinstance(said, Mapping) and {"output", "name"} & {*said} for said in contents)
     return None if elsewhere else runs[place]
+
+
+def _run_with(config: Path) -> Path | None:
+    """The folder of the run whose own configuration a file is; None for another file."""
+    return _run_of(config.parent) if config.name == "config.yaml" else None
 
 
 def _run_of(folder: Path) -> Path | None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -301,6 +302,21 @@ def test_fit_answers_a_folder_that_holds_a_run(run, trial, capsys):
     assert shorter.config["federation"]["rounds"] == len(shorter.rounds) == 3  # config.yaml said 1
     said = capsys.readouterr()
     assert "federation.rounds: the run has 3 rounds already, and config.yaml goes on saying so" in said.out + said.err
+
+
+def test_a_run_that_was_moved_goes_on_where_it_lies(trial, tmp_path):
+    """It began anew in the folder that its configuration names, in silence."""
+    run, moved = trial(name="moves", federation__rounds=1).fit(), tmp_path / "moved" / "it"
+    shutil.copytree(run.folder, moved)
+    shutil.rmtree(run.folder)
+    longer = Experiment(moved / "config.yaml", {"federation": {"rounds": 2}})
+    again = longer.fit(resume="auto")
+    assert (again.folder, longer.folder, len(again.rounds), run.folder.exists()) == (moved, moved, 2, False)
+    other = Experiment(moved / "config.yaml", name="other", output=tmp_path)
+    assert other.fit(resume="auto").folder == tmp_path / "other"
+    changed = Experiment(moved / "config.yaml")
+    changed.config["name"] = "by-hand"
+    assert changed.fit(resume="auto").folder == moved.parent / "by-hand"
 
 
 def test_a_run_says_what_its_folder_holds_now(trial):
