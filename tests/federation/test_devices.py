@@ -169,9 +169,9 @@ def set_up_case(set_up_federation, mlp):
 
 
 @pytest.fixture(scope="module")
-def shared(set_up_case, tmp_path_factory):
+def shared(set_up_case, make_folder):
     """All cases on two devices; a folder a case."""
-    folder = tmp_path_factory.mktemp("devices")
+    folder = make_folder("devices")
 
     def run_all():
         for name in CASES:

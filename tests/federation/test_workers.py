@@ -268,7 +268,7 @@ def set_up_case(set_up_federation, conv_net, make_data):
 
 
 @pytest.fixture(scope="module")
-def run_cases(set_up_case, tmp_path_factory):
+def run_cases(set_up_case, make_folder):
     """Run cases, one after another, on so many processes; returns the folder that holds a folder a case.
 
     `before` is a folder of runs that were stopped after round 1, to be resumed.
@@ -286,7 +286,7 @@ def run_cases(set_up_case, tmp_path_factory):
         return 0
 
     def run(size, names=tuple(CASES), before=None, stop=False):
-        folder = tmp_path_factory.mktemp(f"workers-{size}")
+        folder = make_folder(f"workers-{size}")
         if before is not None:  # a run goes on in its own folder: its clients' states are there
             for name in names:
                 (before / name).rename(folder / name)

@@ -105,9 +105,9 @@ def pair(request):
 
 
 @pytest.fixture(scope="module")
-def loop(pair, set_up_pair, alone, tmp_path_factory):
+def loop(pair, set_up_pair, alone, make_folder):
     """Two rounds of the pair, or None where it is refused as it should be."""
-    folder = tmp_path_factory.mktemp("pair")
+    folder = make_folder("pair")
     if pair in REFUSED:
         with pytest.raises(ConfigError) as caught:
             set_up_pair(*pair)
