@@ -23,6 +23,7 @@ _NO_IDENTITY = (
     "data.cache",
 )  # fmt: skip
 _PLACE = re.compile(r"data\.dataset\.(.+\.)?init_args\.(root|download)")  # of a data set, or of one that it draws from
+_FILE = re.compile(r"data\.(dataset|partition)\.(.+\.)?init_args\.(path|test_path|tokenizer)")
 _LENGTH = re.compile(r"federation\.(rounds|early_stopping)(\.|$)")
 _COMPUTED = ("federation.", "trainer.")
 _ROUNDING = ("federation.cohort", "federation.graph", "federation.compile")
@@ -68,6 +69,11 @@ def _without(config: Mapping[str, Any], sections: Iterable[str]) -> dict[str, An
         for key, value in _flatten(config)
         if not any(key == name or key.startswith(name + ".") for name in sections) and not _PLACE.fullmatch(key)
     }
+
+
+def says_where(key: str) -> bool:
+    """Whether a key says where a file of data lies; a checkpoint knows these by what they hold."""
+    return _FILE.fullmatch(key) is not None
 
 
 def care(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fl_lightning.federation.model_files import is_state_of
 from fl_lightning.federation.sickness import at_server
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.unsaved import checked_state
-from fl_lightning.identity import CODE, CONTENTS
+from fl_lightning.identity import CODE, CONTENTS, says_where
 from fl_lightning.report.journal import rows_up_to
 from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
@@ -240,6 +240,8 @@ def take_up(loop: Loop, saved: Mapping[str, Any], callbacks: Sequence[Federation
 def check_identity(there: Mapping[str, Any], here: Mapping[str, Any], whose: str = "the checkpoint") -> None:
     """Refuse a checkpoint of another configuration, naming the first key that differs.
 
+    Files of data may have been moved, as folders may; what they hold is compared when they are read.
+
     Args:
         there: what makes the run that it belongs to this run.
         here: what makes the present one.
@@ -250,7 +252,7 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any], whose: str
     """
     for key in sorted(there.keys() | here.keys()):
         unknown = key.endswith(CODE) or (key.endswith(CONTENTS) and not (key in there and key in here))
-        if there.get(key) != here.get(key) and not unknown:
+        if there.get(key) != here.get(key) and not unknown and not says_where(key):
             was = f"{there[key]!r} there" if key in there else "absent there"
             now = f"{here[key]!r} here" if key in here else "absent here"
             raise ConfigError("--resume", f"{whose} belongs to another configuration: {key} is {was}, {now}")

@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -346,6 +347,22 @@ def test_moved_run_goes_on_where_it_lies_now(straight, workplace, assert_same_ru
     assert code == 0, err
     assert not workplace.run.exists()
     assert_same_run(straight("FedRep").run, moved)
+
+
+def test_run_goes_on_whose_file_of_data_was_moved(workplace):
+    file = {"class_path": "ArrayFile", "init_args": {"path": "own.npz"}}
+    workplace.change(data={"dataset": file, "partition": {"class_path": "IID"}})
+    x, y = np.random.default_rng(0).random((100, 4)), np.arange(100) % 2
+    np.savez(workplace.path / "own.npz", x=x, y=y)
+    workplace.fit("--quiet", "--federation.rounds", "1")
+    (workplace.path / "own.npz").rename(workplace.path / "moved.npz")
+    argv = ("fit", "--resume", str(workplace.run), "--quiet", "--data.dataset.init_args.path", "moved.npz")
+    code, _, err = workplace.call(*argv, "--federation.rounds", "2")
+    assert (code, len(without_seconds(workplace.run / "metrics.csv"))) == (0, 3), err
+    assert "path: moved.npz" in (workplace.run / "config.yaml").read_text()
+    np.savez(workplace.path / "moved.npz", x=x[::-1], y=y)
+    code, _, err = workplace.call(*argv, "--federation.rounds", "3")
+    assert (code, "the data are not those that the run began with" in err) == (2, True), err
 
 
 def test_copy_by_hard_links_goes_on_without_the_original(workplace):
