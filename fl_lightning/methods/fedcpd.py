@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fl_lightning.core.alternation import check_alternation
+from fl_lightning.core.division import overlap
 from fl_lightning.core.freezing import frozen
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.term import Term
@@ -119,7 +120,7 @@ class FedCPD(Method):
             return
         with frozen(self.model.body):
             out = step.forward()
-        terms = [term for term in step.terms if any(part in ("", "model.head") for part in term.reaches)]
+        terms = [term for term in step.terms if any(overlap(part, "model.head") for part in term.reaches)]
         step.descend(step.values(out, terms), "head")
         out = step.forward()
         step.descend(step.values(out), "body")

@@ -10,6 +10,7 @@ from sections import sectioned
 
 from fl_lightning.building import build
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.losses.prototype import PrototypeAlignment, PrototypeContrast, Prototypes
@@ -280,6 +281,24 @@ def test_batch_alternation_takes_a_head_step_then_a_body_step(images, sgd, set_u
     trained = {**loop.diary.sent[1, 0].weights, **loop.runner.pool.get(0)}
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(trained[f"model.{name}"], tensor, rtol=1e-4, atol=1e-6)
+
+
+class Pull(Term):
+    """Draws the whole model to 0."""
+
+    reaches = ("model",)
+
+    def forward(self, host, out):
+        return sum(own.square().sum() for own in host.model.parameters())
+
+
+def test_batch_alternation_has_all_terms_that_reach_the_head_in_its_step(images, set_up_federation):
+    method = lambda: FedCPD(cnn(), **OFF, reading=Reading(alternation="batch"), extra_terms=[Pull(25.0)])  # noqa: E731
+    data = images(counts=((3, 2, 2, 1),), batch_size=100)
+    loop = set_up_federation(method, rounds=1, data=data)
+    before = loop.runner.modules[0].entries["model.head.weight"].norm()
+    loop.advance()
+    assert loop.runner.pool.get(0)["model.head.weight"].norm() < 0.2 * before  # 1 − 0.02 · 2 · 25 = 0
 
 
 def test_receive_drop_is_logged_every_round(images, run_federation):
