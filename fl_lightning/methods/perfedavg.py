@@ -136,15 +136,16 @@ class PerFedAvg(Method):
 
         Args:
             w: the parameters that the meta-loss is differentiated by.
-            steps: of D and D′ for FO; of D, D′ and D″ for HF.
+            steps: of D and D′ for FO; of D, D′ and D″ for HF. One that comes again is observed once.
         """
+        new = [all(own is not earlier for earlier in steps[:place]) for place, own in enumerate(steps)]
         with self._moved(w, -self.alpha, self._gradient(w, steps[0])[0]):
-            u, values = self._gradient(w, steps[1])
+            u, values = self._gradient(w, steps[1], observe=new[1])
         if len(steps) == 2:
             return u, values
         devices = [self.facts.device] if self.facts.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._moved(w, self.delta, u):  # both see the same dropout masks
-            plus, _ = self._gradient(w, steps[2])
+            plus, _ = self._gradient(w, steps[2], observe=new[2])
         with self._moved(w, -self.delta, u):
             minus, _ = self._gradient(w, steps[2], observe=False)
         factor = self.alpha / (2 * self.delta)

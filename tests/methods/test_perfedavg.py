@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.perfedavg import PerFedAvg
 from fl_lightning.seeding import derive_seed
@@ -186,6 +187,19 @@ def test_perfedavg_applies_extra_terms_to_f(on_a_parabola, number, sgd, make_dat
     method = on_a_parabola(PerFedAvg, 1, 0, alpha=0.25, beta=0.1, extra_terms=[Proximal(2.0)])
     loop = run_federation(method, rounds=1, data=make_data(ONE_CLIENT, batch_size=100))
     assert number(loop) == pytest.approx(1 - 0.1 * 0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize(("approximation", "samples"), [("FO", 4), ("HF", 4), ("HF", 8)])
+def test_perfedavg_shows_terms_a_batch_once_that_it_goes_through_again(
+    mlp, make_data, run_federation, approximation, samples
+):
+    """A client of too few batches counted for its prototypes with up to three times its samples."""
+    data = make_data(counts=((samples, 0), (0, 12)), test_fraction=0.0)
+    terms = lambda: [PrototypeAlignment(collection="running")]  # noqa: E731
+    method = lambda: PerFedAvg(mlp(num_classes=2), approximation=approximation, extra_terms=terms())  # noqa: E731
+    loop = run_federation(method, rounds=1, data=data)
+    counts = [loop.diary.sent[1, client].artifacts["prototypes"].count.tolist() for client in (0, 1)]
+    assert counts == [[samples, 0], [0, 12 if approximation == "HF" else 8]]
 
 
 @pytest.mark.parametrize("approximation", ["FO", "HF"])
