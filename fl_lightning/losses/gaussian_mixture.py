@@ -179,12 +179,11 @@ class GaussianMixture(Term):
         require(size is None or size >= 1, "GaussianMixture.size", "must be >= 1 or null", size)
         self.options = mixture
         self.size = size
-        self._told = False
         self._heard = False
 
     class_mean: nn.Parameter  # [K, D]
     class_log_variance: nn.Parameter  # [K, D]
-    class_count: Tensor  # [K] int64, training samples of each class, as far as they are known
+    class_count: Tensor  # [K] int64, training samples of each class
     finished_fits: Tensor  # int64; 0 marks a client that never took part
     received_mean: Tensor  # [K, D], for `ema_when="step"`
     received_log_variance: Tensor  # [K, D]
@@ -206,11 +205,9 @@ class GaussianMixture(Term):
             self.register_buffer(f"received_{name}", torch.zeros(shape), persistent=False)
             self.register_buffer(f"resting_{name}", own.clone(), persistent=False)
 
-    def know_classes(self, class_count: Tensor) -> None:
-        """Take the client's training samples of each class, int64 [K]; untold, a term counts the labels it sees."""
-        if self.weight > 0:
-            self.class_count.copy_(class_count)
-        self._told = True
+    @override
+    def prepare(self, host: Host, data: OwnData) -> None:
+        self.class_count.copy_(data.class_counts)
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
@@ -221,8 +218,6 @@ class GaussianMixture(Term):
     def parts(self, out: Forward) -> tuple[Tensor, Tensor]:
         """L_cls and L_log of a mini-batch, on ``out.z``."""
         self._settle()
-        if not self._told:
-            self.class_count.index_add_(0, out.y, torch.ones_like(out.y))  # bincount waits for the device
         if self.options.ema_when == "step" and self._heard and self.training:
             self._move()
         mean: Tensor = self.class_mean

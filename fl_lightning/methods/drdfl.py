@@ -221,7 +221,6 @@ class DRDFL(Method):
     def receive(self, message: Message, data: OwnData) -> None:
         """Average the Learngene with the neighbour's, and move the class Gaussians; who joins later copies both."""
         self.held.copy_(data.held_classes)
-        self.mixture[0].know_classes(data.class_counts)
         joins = self.finished_fits == 0 and self.facts.is_newcomer
         weights = message.weights if joins else self._averaged(message.weights)
         super().receive(Message(weights, message.artifacts, message.num_samples), data)

@@ -38,8 +38,12 @@ NEWCOMER = SimpleNamespace(facts=Facts(num_clients=2, newcomers=1, client=1, rou
 def term(classes=3, features=2, seed=0, **options):
     made = GaussianMixture(**sectioned(GaussianMixture, **options))
     model = SimpleNamespace(num_classes=classes, embedding_size=features)
-    made.setup(SimpleNamespace(model=model, facts=Facts(seed=seed)))
+    made.setup(SimpleNamespace(model=model, facts=Facts(seed=seed), terms=[made]))
     return made
+
+
+def know_classes(made, class_counts):
+    made.prepare(None, SimpleNamespace(class_counts=class_counts))
 
 
 def forward(z, y):
@@ -274,7 +278,7 @@ def test_nothing_received_changes_nothing():
         made.receive(LATE_FOUNDER, statistics(torch.ones(3, 2), torch.ones(3, 2)))
         before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
         made.receive(FOUNDER, Message())
-        made.know_classes(before["class_count"])
+        know_classes(made, before["class_count"])
         made.parts(forward(Z, [0]))
         assert all(torch.equal(before[name], tensor) for name, tensor in made.state_dict().items())
 
@@ -293,7 +297,7 @@ def test_average_before_every_step_moves_in_steps():
 @pytest.mark.parametrize("update_absent", [False, True])
 def test_absent_class_gets_a_gradient_only_if_asked_for(update_absent):
     made = term(update_absent=update_absent)
-    made.know_classes(torch.tensor([3, 2, 0]))
+    know_classes(made, torch.tensor([3, 2, 0]))
     made(None, forward(torch.randn(4, 2), [0, 1, 1, 0])).backward()
     for parameter in (made.class_mean, made.class_log_variance):
         assert parameter.grad[:2].all()
@@ -302,14 +306,14 @@ def test_absent_class_gets_a_gradient_only_if_asked_for(update_absent):
 
 def test_class_of_the_client_that_the_batch_lacks_gets_a_gradient():
     made = term()
-    made.know_classes(torch.tensor([3, 2, 1]))
+    know_classes(made, torch.tensor([3, 2, 1]))
     made(None, forward(torch.randn(2, 2), [0, 1])).backward()
     assert made.class_mean.grad[2].any()
 
 
 def test_no_optimizer_moves_an_absent_class():
     made = term()
-    made.know_classes(torch.tensor([3, 2, 0]))
+    know_classes(made, torch.tensor([3, 2, 0]))
     before = [p.detach().clone() for p in (made.class_mean, made.class_log_variance)]
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, weight_decay=0.5, momentum=0.9)
     for _ in range(2):
@@ -337,29 +341,28 @@ def test_no_method_moves_an_absent_class(method, cohort, mlp, make_data, run_fed
         assert not torch.equal(sent[held], first[held])
 
 
-def test_untold_term_counts_the_labels_it_sees():
-    made = term()
-    made.parts(forward(torch.randn(4, 2), [0, 2, 2, 0]))
-    assert made.class_count.tolist() == [2, 0, 2]
-    made.know_classes(torch.tensor([1, 0, 5]))
-    made.parts(forward(torch.randn(1, 2), [0]))
-    assert made.class_count.tolist() == [1, 0, 5]
+def test_term_knows_the_client_s_classes_before_it_has_seen_one(mlp, make_data, run_federation):
+    """It counted the labels that it saw, on several devices each its own ones, and over all rounds."""
+    data = make_data(counts=((9, 8, 0, 1), (0, 0, 9, 8)), test_fraction=0.0)
+    loop = run_federation(lambda: FedAvg(mlp(), extra_terms=[GaussianMixture()]), rounds=2, data=data, local_epochs=2)
+    known = [loop.runner.pool.get(client)["terms.1.class_count"].tolist() for client in (0, 1)]
+    assert known == [[9, 8, 0, 1], [0, 0, 9, 8]]
 
 
 def test_local_prior_is_the_label_frequency():
     made = term(2, class_prior="local")
-    made.know_classes(torch.tensor([1, 4]))
+    know_classes(made, torch.tensor([1, 4]))
     with torch.no_grad():
         made.class_mean.copy_(MEAN[:2])
         made.class_log_variance.copy_(LOG_VARIANCE[:2])
     assert math.exp(-made.parts(forward(Z, [0]))[0].item()) == pytest.approx(0.2488, abs=5e-5)
-    made.know_classes(torch.tensor([5, 0]))
+    know_classes(made, torch.tensor([5, 0]))
     assert made._log_prior().exp().tolist() == pytest.approx([1.0, 1e-6])
 
 
 def test_posterior_of_present_classes_leaves_the_others_out():
     made = term(posterior_classes="present")
-    made.know_classes(torch.tensor([4, 1, 0]))
+    know_classes(made, torch.tensor([4, 1, 0]))
     with torch.no_grad():
         made.class_mean.copy_(MEAN)
         made.class_log_variance.copy_(LOG_VARIANCE)
@@ -368,7 +371,7 @@ def test_posterior_of_present_classes_leaves_the_others_out():
 
 def test_stored_log_variance_is_clamped_after_a_step():
     made = term()
-    made.know_classes(torch.ones(3, dtype=torch.long))
+    know_classes(made, torch.ones(3, dtype=torch.long))
     with torch.no_grad():
         made.class_log_variance.copy_(torch.tensor([[-9.0, 9.0]]).expand(3, 2))
     made.observe(None, forward(Z, [0]))
