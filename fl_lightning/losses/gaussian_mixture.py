@@ -194,6 +194,9 @@ class GaussianMixture(Term):
     def setup(self, host: Host) -> None:
         if self.weight == 0:
             return
+        mixtures = [own.name for own in host.terms if isinstance(own, GaussianMixture) and own.exchanges]
+        rule = "may hold one GaussianMixture: its Gaussians travel under one name"
+        require(len(mixtures) == 1, "method.extra_terms", rule, mixtures)
         shape = (host.model.num_classes, host.model.embedding_size if self.size is None else self.size)
         # A stream of its own, so that all clients begin alike even where each has initial weights of its own.
         stream = torch_generator(host.facts.seed, "class Gaussians")

@@ -387,6 +387,17 @@ def test_term_sends_copies_of_its_two_tensors():
     assert made.class_mean.any()
 
 
+class Other(GaussianMixture):
+    """Of somebody's own."""
+
+
+def test_second_mixture_is_refused(mlp):
+    """It sent its Gaussians in the first one's place."""
+    with pytest.raises(ConfigError, match=r"may hold one GaussianMixture: .*, got .*'gaussian_mixture', 'other'"):
+        ClientModule(FedAvg(mlp(), extra_terms=[GaussianMixture(), Other()]))
+    ClientModule(FedAvg(mlp(), extra_terms=[GaussianMixture(), Other(0.0)]))
+
+
 def test_server_averages_log_variances_as_variances():
     rule = VarianceMean()
     assert rule.result(Z) is Z
