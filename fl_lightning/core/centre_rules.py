@@ -88,7 +88,9 @@ class NormClipping(Aggregator):
 
     Args:
         clip: C of the weights' update, > 0; null takes the median length of the round's updates.
-        clip_artifacts: the same of statistics and artifacts.
+        clip_artifacts: the same of statistics and artifacts. SCAFFOLD's clients add to their own control variates what
+            they send, unclipped: a C below most lengths keeps the server's behind their mean for good, and little
+            is learnt.
 
     Reference: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", arXiv:1911.07963, 2019,
     section 4; the median length: Nguyen et al., "FLAME", USENIX Security 2022, section 4.3.
@@ -116,7 +118,7 @@ class CentredClipping(Aggregator):
 
     Args:
         clip: τ of the weights, > 0; null takes the median of the distances.
-        clip_artifacts: the same of statistics and artifacts.
+        clip_artifacts: the same of statistics and artifacts; on SCAFFOLD see `NormClipping`.
         iterations: L, steps a round, >= 1; one is the paper's.
 
     Reference: Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, section 4.
