@@ -188,7 +188,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         """Write `summary.json` and return what it says."""
         self.tables.restore("metrics.csv")
         rows = self.tables.rows("metrics.csv")
-        counting = loop.board.clients
+        counting = loop.board.counted
         figures = summarise(rows, loop.patience.monitor, loop.patience.less)
         honest = "best_by" in figures or loop.data.evaluate_on == "validation"
         without_test = counting[loop.num_test[counting] == 0].tolist() if loop.data.local_test else []

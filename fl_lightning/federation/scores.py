@@ -59,6 +59,11 @@ class ScoreBoard:
         self.scores = {name: np.full(len(clients), np.nan) for name in self._columns}
         self.losses = np.full(len(clients), np.nan)
 
+    @property
+    def counted(self) -> np.ndarray:
+        """The clients whose figures count in some round so far: all, or all participants where it follows those."""
+        return np.flatnonzero(self.took_part) if self.follows else self.clients
+
     def follow(self, participants: Sequence[int]) -> None:
         """Take note of who takes part in the round whose records come next."""
         if self.follows:

@@ -1,5 +1,6 @@
 """Memory and files grow neither with the participants of a round nor with clients that nobody has seen."""
 
+import json
 import math
 import weakref
 from dataclasses import replace
@@ -64,6 +65,16 @@ def test_where_all_take_part_their_figures_are_those_of_all(options, mlp, run_fe
     ]
     assert_identical(outcome(runs[1]), outcome(runs[0]))
     assert_identical(runs[1].final, runs[0].final)
+
+
+def test_who_has_no_test_samples_is_named_though_it_was_out_last(mlp, set_up_federation, tmp_path):
+    """A summary named those alone who took part in the last round."""
+    recorder = Recorder(tmp_path, {})
+    options = {"evaluate": PARTICIPANTS, "failures": Failures(schedule={2: [0]}), "callbacks": [recorder]}
+    loop = set_up_federation(lambda: FedAvg(mlp()), 2, **options)
+    loop.num_test = loop.num_test * (loop.num_test.cumsum() > loop.num_test[0])
+    loop.run()
+    assert json.loads((tmp_path / "summary.json").read_text())["clients_without_test"] == [0]
 
 
 def test_who_was_out_is_named_without_figures(mlp, run_federation, tmp_path):
