@@ -755,6 +755,17 @@ def test_a_partition_is_shown_in_every_setting_that_has_it(tmp_path):
     assert {row["g"] for row in figure.rows(lines)} == {0, 1}
 
 
+def test_partition_of_the_first_of_many_clients_says_so(tmp_path):
+    run = make_run(tmp_path / "a", clients=3)
+    held = json.loads((run / "partition.json").read_text())
+    picks = []
+    for number in (3, 5000):
+        (run / "partition.json").write_text(json.dumps({**held, "num_clients": number}))
+        (figure,) = bubbles(lines_of(run))
+        picks += figure.picks
+    assert ["the first 3 clients" in pick for pick in picks] == [False, True]
+
+
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 

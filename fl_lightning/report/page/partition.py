@@ -24,7 +24,7 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
             if not counts or (line.setting, run.partition_hash) in seen or len(picks) == MOST_PARTITIONS:
                 continue
             seen.add((line.setting, run.partition_hash))
-            picks.append(f"{_title(run, line)}, label skew {label_skew(counts):.2f}")
+            picks.append(f"{_title(run, line)}{_shown(run, len(counts))}, label skew {label_skew(counts):.2f}")
             names = [str(name) for name in run.partition["classes"]]
             held = [(n, client, c) for client, own in enumerate(counts) for c, n in enumerate(own) if n]
             for n, client, c in sorted(held, reverse=True)[:MOST_BUBBLES]:
@@ -84,3 +84,9 @@ def class_counts(run: RecordedRun) -> list[list[int]]:
 def _title(run: RecordedRun, line: Series) -> str:
     seed = run.partition.get("seed")
     return line.setting + ("" if seed is None else f", seed {seed}")
+
+
+def _shown(run: RecordedRun, count: int) -> str:
+    """How many clients the counts are of, where these are not all: of a large `Population` the first ones."""
+    clients = run.partition.get("num_clients")
+    return f", the first {count:,} clients" if isinstance(clients, int) and clients > count else ""
