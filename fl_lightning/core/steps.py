@@ -72,6 +72,9 @@ class CarefulSteps(Precision):
             state = self.scaler.state_dict()
             module.get_buffer("loss_scale").copy_(torch.tensor([state["scale"], state["_growth_tracker"]]))
 
+    def break_off(self) -> None:
+        """Leave what a step has taken in which a fit broke off."""
+
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of an optimizer that is about to step, so that they can be clipped."""
         if self.scaler is not None and self.scales and _has_gradient(optimizer):
@@ -143,6 +146,7 @@ class HalfLayers(CarefulSteps, HalfPrecision):
         super().__init__(precision)  # type: ignore[arg-type]
         self.scaler = torch.amp.GradScaler(device) if scaler is None and precision == "16-true" else scaler
         self._copies: dict[int, Tensor] = {}
+        self._stored: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def _convert(self, module: nn.Module) -> nn.Module:
         """Narrow all layers but those that keep float32."""
@@ -158,12 +162,18 @@ class HalfLayers(CarefulSteps, HalfPrecision):
         """Begin with the rounded weights: nothing but the client's state crosses a round."""
         super().start_fit(module)
         self._copies.clear()
-        self._stored: dict[int, Tensor] = {}
 
     def end_fit(self, module: nn.Module) -> None:
         """Drop the copies."""
         super().end_fit(module)
         self._copies.clear()
+
+    def break_off(self) -> None:
+        """Narrow the parameters again that were to step, for the clients that come next."""
+        for parameter, narrow in self._stored.values():
+            parameter.grad = None
+            parameter.data = narrow
+        self._stored.clear()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:  # type: ignore[override]
         """Scale the loss under float16."""
@@ -175,7 +185,7 @@ class HalfLayers(CarefulSteps, HalfPrecision):
             if parameter.dtype in HALF and parameter.grad is not None:
                 gradient, narrow = parameter.grad.float(), parameter.data
                 parameter.grad = None
-                self._stored[id(parameter)] = narrow
+                self._stored[id(parameter)] = parameter, narrow
                 parameter.data = self._copy(parameter)
                 parameter.grad = gradient
         super().prepare_step(optimizer)
@@ -192,11 +202,11 @@ class HalfLayers(CarefulSteps, HalfPrecision):
         """Step in float32, then round the parameters."""
         result = super().optimizer_step(optimizer, model, closure, **arguments)
         for parameter in trained_by(optimizer):
-            narrow = self._stored.pop(id(parameter), None)
-            if narrow is not None:
+            taken = self._stored.pop(id(parameter), None)
+            if taken is not None:
                 self._copies[id(parameter)] = wide = parameter.data
                 parameter.grad = None
-                parameter.data = narrow.copy_(wide)
+                parameter.data = taken[1].copy_(wide)
         return result
 
 

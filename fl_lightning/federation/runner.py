@@ -20,6 +20,7 @@ from fl_lightning.core.freezing import Trained, set_mode
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
+from fl_lightning.core.steps import CarefulSteps
 from fl_lightning.core.workload import Workload
 from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.bundles import EpochBundles
@@ -312,6 +313,9 @@ class Runner:
 
     def _leave(self, architecture: int) -> None:
         """Make a resident module whole again whose fit broke off."""
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, CarefulSteps):
+            plugin.break_off()
         module = self.modules[architecture].to(self.device)
         module.planned = None
         module.hooks.end()

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -323,6 +324,21 @@ def test_client_that_raises_is_left_out(step, conv_net, assert_like_a_failure):
     """Batch norm, dropout and two phases: what a broken fit leaves in the resident module must not reach the next."""
     sick, well = ill(FedRep, fails=step), ill(FedRep, fails="evaluation" if step == "evaluation" else "", when=None)
     assert_like_a_failure(lambda: sick(conv_net()), lambda: well(conv_net()))
+
+
+class Refuses(L.Callback):
+    """Refuses one client's gradients, where its parameters stand ready for the step."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        facts = pl_module.method.facts
+        if (facts.round, facts.client) == SICK:
+            raise ValueError("gradients")
+
+
+def test_client_that_breaks_off_in_a_step_leaves_half_precision_to_the_next(mlp, assert_like_a_failure):
+    """Its parameters stayed as the step had them, in float32, and all clients after it fell sick."""
+    trainer = {"precision": "bf16-true", "callbacks": [Refuses()]}
+    assert_like_a_failure(lambda: FedRep(mlp()), lambda: FedRep(mlp()), trainer=trainer)
 
 
 @pytest.mark.parametrize("kind", [FedProto, FedCPD, FedDW, FedDistill, SCAFFOLD])
