@@ -30,12 +30,14 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.descent import FitSettings, clip
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, ReadsWide, careful, keeps_casts
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS, UNHEEDED
 from fl_lightning.federation.team import gpu_here, num_devices, started_outside
+from fl_lightning.federation.transport import Waiting
 from fl_lightning.heap import keep_freed_memory
 from fl_lightning.own_methods import has_own, is_lightnings
 from fl_lightning.terminal import say
@@ -376,3 +378,17 @@ class UnwrappedDDP(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Leave the module as it is."""
+
+    # A fit begins with these two, at which the main device may be late: a federation callback takes its time.
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the other devices."""
+        with Waiting.context():
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Hear what one of the devices says."""
+        with Waiting.context():
+            return super().broadcast(obj, src)

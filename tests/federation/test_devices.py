@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from contextlib import contextmanager
 
 import lightning as L
 import pytest
@@ -17,6 +18,7 @@ from fl_lightning.core.devices import SharedFit
 from fl_lightning.federation import transport
 from fl_lightning.federation.launch import launch
 from fl_lightning.federation.team import Team
+from fl_lightning.federation.trainers import UnwrappedDDP
 from fl_lightning.losses.class_relation import ClassRelation, SoftLabels
 from fl_lightning.losses.distillation import Distillation
 from fl_lightning.losses.prototype import PrototypeAlignment
@@ -324,6 +326,24 @@ def merged(one, other):
     whole = [None] * (len(one) + len(other))
     whole[::2], whole[1::2] = one, other
     return whole
+
+
+def test_device_that_waits_for_another_before_a_fit_gives_signs_of_life(monkeypatch):
+    """The main one was in a federation callback for longer than worker_timeout, and the other was ended as lost."""
+    seen = []
+
+    @contextmanager
+    def waiting():
+        seen.append("waits")
+        yield
+        seen.append("goes on")
+
+    monkeypatch.setattr(transport.Waiting, "context", waiting)
+    for name in ("barrier", "broadcast"):
+        monkeypatch.setattr(DDPStrategy, name, lambda self, *given: seen.append(given))
+    UnwrappedDDP().barrier("pre_setup")
+    UnwrappedDDP().broadcast("folder", 0)
+    assert seen == ["waits", ("pre_setup",), "goes on", "waits", ("folder", 0), "goes on"]
 
 
 def test_parts_make_up_the_mini_batch():
