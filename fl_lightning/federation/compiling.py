@@ -29,6 +29,8 @@ def compile_steps(runner: Runner, is_main: bool) -> None:
     size, reason = runner.data.batch_size, next(filter(None, (why_not(module.method) for module in runner.modules)), "")
     if not reason and (size < 2 or size > int(runner.data.num_train.max())):
         reason = "mini-batches of one are not compiled" if size < 2 else f"no client has a mini-batch of {size} samples"
+    if not runner.single_device:
+        reason = "several devices share a fit, each with a part of every mini-batch"
     if reason:
         tell(reason)
         return

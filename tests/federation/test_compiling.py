@@ -8,6 +8,7 @@ from leaves import flatten
 from fl_lightning.core import compiled
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.compiling import compile_steps
 from fl_lightning.federation.settings import Federation
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
@@ -147,3 +148,12 @@ def test_what_is_tried_both_ways_leaves_nothing_behind(mlp, both, monkeypatch):
 def test_compile_is_refused_beside_a_cohort():
     with pytest.raises(ConfigError, match=r"^federation\.compile: cannot be combined with federation\.cohort"):
         Federation(compile=True, cohort=4)
+
+
+def test_a_fit_of_several_devices_runs_as_it_is(set_up_federation, mlp, capsys):
+    """None of their parts has the size that is compiled, so that nothing was, and no line said so."""
+    loop = set_up_federation(lambda: FedAvg(mlp()))
+    loop.runner.single_device = False
+    compile_steps(loop.runner, True)
+    assert "FedAvg runs as it is: several devices share a fit, each with a part of every" in capsys.readouterr().err
+    assert loop.runner.modules[0].compiled is None
