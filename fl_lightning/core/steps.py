@@ -158,6 +158,11 @@ class HalfLayers(CarefulSteps, HalfPrecision):
     def _narrowed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._desired_input_dtype) if tensor.is_floating_point() else tensor
 
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Leave torch's default type as it is: what losses, terms and metrics make and count with stays float32."""
+        yield
+
     def start_fit(self, module: nn.Module) -> None:
         """Begin with the rounded weights: nothing but the client's state crosses a round."""
         super().start_fit(module)

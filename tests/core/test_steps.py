@@ -309,6 +309,13 @@ def test_known_precisions_are_taken(precision):
     assert make_trainer({"precision": precision, "accelerator": "cpu"}).precision
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_half_precision_leaves_the_default_type_to_losses(precision):
+    """A term's `torch.zeros(C)` was half, too, which counts to 256 in bfloat16 and no further."""
+    with careful(HalfPrecision(precision), "cpu").train_step_context():
+        assert torch.ones(()).dtype == torch.float32
+
+
 class Casts(Precision):
     """Mixed precision as a user might write it, whose casts of weights torch keeps for as long as the context lasts."""
 
