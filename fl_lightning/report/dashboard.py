@@ -81,6 +81,7 @@ SECTIONS = (
             Panel("Test loss", ("eval_loss/Local-T", "eval_loss/Local-T_received", "eval_loss/Server-T")),
             _share("Balanced accuracy", "balanced_accuracy/Local-T", "balanced_accuracy/Local-T_received"),
             _share("Validation", "Local-V", "Local-V_received", "Server-V"),
+            _share("Newcomers", "Local-T_newcomers", "Local-T_received_newcomers"),
         ),
     ),
     Section(

@@ -23,7 +23,7 @@ from fl_lightning.report.packed import packed
 from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
 from fl_lightning.report.page.clients import bars, both_moments, hurt, last_of_clients, spread
-from fl_lightning.report.page.curves import accuracies, communication, over_rounds
+from fl_lightning.report.page.curves import accuracies, communication, measures, over_rounds
 from fl_lightning.report.page.document import ASSETS, _content
 from fl_lightning.report.page.figure import Figure, Rows, largest_bubble
 from fl_lightning.report.page.partition import bubbles
@@ -515,6 +515,21 @@ def test_further_ways_to_predict_have_rows_of_their_own_but_not_twice_the_same(t
     copied = "\n".join([",".join([head, *named]), ",".join([row, *(own[name.split("/")[0]] for name in named)])]) + "\n"
     (run / "metrics.csv").write_text(copied)
     assert "by prototype" not in moments(lines_of(run))
+
+
+def test_further_ways_to_predict_and_newcomers_are_drawn_but_nothing_twice(tmp_path):
+    run = make_run(tmp_path / "a", rounds=2)
+    head, *rows = (run / "metrics.csv").read_text().splitlines()
+    own = [dict(zip(head.split(","), row.split(","), strict=True)) for row in rows]
+    new = [{"Local-T/head": "0.125", "Local-T/head_std": "0.25", "Local-T_newcomers": "0.5", "F1Score/Local-T": "0.75"}]
+    new *= 2
+    also = [{"Local-T/prototype": row["Local-T"], **added} for row, added in zip(own, new, strict=True)]
+    also[0]["Local-T/head"] = own[0]["Local-T"]  # alike in one round, and not in the other
+    lines = [f"{row},{','.join(added.values())}" for row, added in zip(rows, also, strict=True)]
+    (run / "metrics.csv").write_text("\n".join([",".join([head, *also[0]]), *lines]) + "\n")
+    (figure,) = measures(lines_of(run))
+    assert figure.picks == ["Local-T/head", "F1Score/Local-T", "Local-T_newcomers"]
+    assert [row["y"] for row in figure.rows(lines_of(run)) if row["pick"] == 0][1] == 0.125
 
 
 @pytest.mark.parametrize(("mode", "chosen"), [("min", min), ("max", max), (None, max)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.columns import HURT, LOG, SECONDS, is_measure, is_score, is_spread, validated
+from fl_lightning.report.columns import HURT, LOG, SECONDS, accuracy_of, is_score, is_spread, measure_of
 from fl_lightning.report.page.figure import (
     DASH,
     ROUNDS,
@@ -87,11 +87,12 @@ def receive_drop(lines: Sequence[Series]) -> Iterator[Figure]:
 
 
 def measures(lines: Sequence[Series]) -> Iterator[Figure]:
-    """Test loss, balanced accuracy and the run's own metrics, validation and fairness: one at a time, as chosen."""
+    """What else is read off predictions, one figure at a time, as chosen."""
     text = (
-        "The mean over clients of a measure beside accuracy (eval_loss is the cross-entropy of what is predicted); V "
-        "stands for the validation parts. Gini is 0 and Jain 1 where all clients are equal; hurt is the share of "
-        "clients below what they reach alone."
+        "The mean over clients of a figure beside those above: another measure (eval_loss is the cross-entropy of what "
+        "is predicted), another way to predict (/prototype, /fine_tuned), V for the validation parts, newcomers for "
+        "the clients that join later. Gini is 0 and Jain 1 where all clients are equal; hurt is the share of clients "
+        "below what they reach alone."
     )
     rows, picks = _chosen_among(lines, _measured(lines))
     if len(rows):
@@ -119,12 +120,20 @@ FAIRNESS = ("_worst10", "_gini", "_jain", HURT)
 
 
 def _measured(lines: Sequence[Series]) -> list[str]:
-    """The columns that are chosen among: measures and validation figures, then fairness of Local-T."""
+    """The columns that are chosen among: all but the accuracies that have figures of their own; of spreads a few."""
     names = dict.fromkeys(name for line in lines for run in line.runs for name in (run.rows[0] if run.rows else ()))
-    other = [name for name in names if is_score(name) and not is_spread(name)]
-    other = [name for name in other if is_measure(name) or validated(name) == name]
+    other = [name for name in names if is_score(name) and not is_spread(name) and name not in ACCURACIES]
+    other = [name for name in other if not _repeats(name, lines)]
+    joined = [f"{name}_newcomers" for name in ACCURACIES]
     fair = [f"{name}{suffix}" for name in ("Local-T", "Local-T_received") for suffix in FAIRNESS]
-    return [*other, *(name for name in fair if name in names)]
+    return [*other, *(name for name in (*joined, *fair) if name in names)]
+
+
+def _repeats(column: str, lines: Sequence[Series]) -> bool:
+    """Whether a way to predict is the usual one in all runs that have it: ``Local-T/classifier`` of many a method."""
+    usual = f"{measure_of(column)}/{accuracy_of(column)}".removeprefix("/")
+    curves = [(line.curve(column), line.curve(usual)) for line in lines]
+    return column != usual and all(np.array_equal(own.mean, other.mean) for own, other in curves if len(own.rounds))
 
 
 def seconds(lines: Sequence[Series]) -> Iterator[Figure]:
