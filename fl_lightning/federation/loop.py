@@ -42,7 +42,7 @@ from fl_lightning.federation.sickness import Ward, at_server, heard
 from fl_lightning.federation.trainers import report_profile
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.visits import Job, Visit
-from fl_lightning.federation.watch import Watch, watched
+from fl_lightning.federation.watch import watched
 from fl_lightning.federation.wire import Wire
 from fl_lightning.federation.workers import Workers, of_one_kind, shared_exchange
 from fl_lightning.report.columns import SECONDS
@@ -64,7 +64,6 @@ class FederatedLoop:
         self.settings = settings
         self.make_metrics = make_metrics
         self.callbacks = list(settings.callbacks or ())
-        self.watch: Watch | None = None
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 
     # --- setting up -------------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ class FederatedLoop:
         more = "needs that many processes: start them with `federation.launch.launch`, torchrun or the command line"
         wanted = self.settings.workers
         require(wanted in (None, "auto", self.workers.size), "federation.workers", more, wanted)
-        with watched(self.settings.worker_timeout, self.advice) as self.watch:
+        with watched(self.settings.worker_timeout, self.advice) as self.ward.watch:
             self._call("on_run_start")
             self.agreement.note_save()
             self.agreement.settle(self.workers, self.round)
@@ -218,8 +217,8 @@ class FederatedLoop:
                 with self.ward.care(visit.job.client):
                     report = self._take_part(round, visit)
                     reports.append(report.without_message())  # or memory would grow with the participants
-                    if self.watch is not None:
-                        self.watch.note(round, len(reports))
+                    if self.ward.watch is not None:
+                        self.ward.watch.note(round, len(reports))
                     self._call("on_client_fit_end", report)
         with self.stopwatch.part("exchange"):
             self.participants = self.ward.leave_out(round, self.participants, self.carriers.streams("withdraw"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fl_lightning.federation.transport import WorkerLost
 from fl_lightning.federation.wire import Wire
 from fl_lightning.federation.workers import Workers
 from fl_lightning.terminal import say
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.watch import Watch
 
 OnClientError = Literal["stop", "skip"]
 LONGEST_REASON = 160
@@ -70,6 +73,8 @@ class Ward:
         """The clients that were left out of the last round that was ended."""
         self.heard = NOTHING
         """What a server had sent them; what clients send to one another waits, and counts when it is heard."""
+        self.watch: Watch | None = None
+        """Of the run's other processes, where there are some."""
         self._errors: dict[int, RoundError] = {}
         self._sizes: dict[int, Size] = {}
         self._before: dict[str, Tensor] = {}  # largest magnitudes of what the server sends in this round
@@ -96,6 +101,8 @@ class Ward:
         try:
             yield
         except RoundError as error:
+            if self.watch is not None and self.workers.size == 1:  # devices that share fits fall sick together
+                self.watch.require_all(str(error))
             self._errors[client] = error
             if isinstance(error, ServerError):  # which may have nothing for it, and ends the run
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,9 @@ from fl_lightning.files import this_machine
 from fl_lightning.terminal import say
 
 PERIOD = 1.0  # seconds between two looks
+ALONE = 10.0  # seconds after which what one process has met counts as met by no other one
+_MET = itertools.count()  # of what processes met together, in all runs of these
+_SAID = "said"  # key of the store: why the run cannot go on was said
 _HAS_CLOCK = hasattr(time, "pthread_getcpuclockid")
 _END = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows, which lacks the first, any ends a process
 LOST = 70  # exit code by which a worker tells who started it that it has said why the run cannot go on
@@ -76,6 +80,34 @@ class Watch(threading.Thread):
         """How many clients of a round the other processes are done with, as they last said."""
         told = dict(self._told)
         return sum(done for rank, (of, done) in told.items() if rank != self.rank and of == round)
+
+    def require_all(self, said: str) -> None:
+        """Go on where all processes meet the same; where this one alone does, say what it met, and end.
+
+        The others then wait for it in a message that it will never send, and no message can tell them.
+
+        Args:
+            said: what this one has met, for the line.
+        """
+        try:
+            with self.waiting():
+                self._await_all(f"met/{next(_MET)}", said)
+        except RuntimeError:  # the store is in the main process: that one is gone, and others say so
+            return
+
+    def _await_all(self, what: str, said: str) -> None:
+        self.store.set(f"{what}/{self.rank}", "")
+        everybody = [f"{what}/{rank}" for rank in range(self.size)]
+        end = time.monotonic() + ALONE
+        while not self.store.check(everybody) and not self.store.check([_SAID]):
+            if time.monotonic() > end:
+                self.store.set(_SAID, what)
+                where = f"on process {self.rank} of {self.size} alone, which share every fit"
+                say(f"\nfl-lightning: error: {said} ({where}); {self.advice()}")
+                give_up()
+            time.sleep(PERIOD / 10)
+        if self.store.check([_SAID]):
+            give_up()
 
     def stop(self) -> None:
         """Look no more."""

@@ -119,8 +119,8 @@ class RoundProgress:
     @property
     def fitted(self) -> int:
         """Clients of the present round that are done, as far as their workers have told."""
-        watch = getattr(self._loop, "watch", None)
-        others = 0 if watch is None else watch.others_done(self._round + 1)
+        ward = getattr(self._loop, "ward", None)
+        others = 0 if ward is None or ward.watch is None else ward.watch.others_done(self._round + 1)
         return max(0, min(self._participants, max(self._fitted, self._fitted + others)))
 
     @property

@@ -253,6 +253,45 @@ def test_what_devices_keep_of_other_samples_is_named(samples, set_up_federation,
     assert capfd.readouterr().err.count(said) == samples
 
 
+class FailsOn(FedAvg):
+    """Falls sick in client 1's second step, on some of the devices."""
+
+    def __init__(self, model, ranks):
+        super().__init__(model)
+        self.ranks, self.steps = ranks, 0
+
+    def local_step(self, step):
+        self.steps = self.steps + 1 if self.facts.client == 1 else 0
+        if self.steps == 2 and torch.distributed.get_rank() in self.ranks:
+            raise ValueError("a label out of range")
+        super().local_step(step)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_device_alone_meets_is_said_and_ends_the_run(rank, policy, set_up_federation, mlp, capfd, monkeypatch):
+    """The other one waits for it in a message: its line was of a connection that closed, or that it was silent."""
+    monkeypatch.setattr("fl_lightning.federation.watch.ALONE", 1.0)
+    options = {"trainer": TWO, "on_client_error": policy}
+    run = lambda: set_up_federation(lambda: FailsOn(mlp(), {rank}), rounds=2, **options).run() and 0  # noqa: E731
+    assert launch(run, Team(2, threads=1)) == 1
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert said.startswith("fl-lightning: error: round 1, client 1, fit: ValueError: a label out of range (")
+    assert f"(on process {rank} of 2 alone, which share every fit)" in said
+
+
+def test_what_both_devices_meet_leaves_the_client_out(set_up_federation, mlp, capfd):
+    options = {"trainer": TWO, "on_client_error": "skip"}
+
+    def run():
+        loop = set_up_federation(lambda: FailsOn(mlp(), {0, 1}), rounds=2, **options)
+        loop.run()
+        return 0 if [row["skipped"] for row in loop.diary.rows] == [1, 1] else 3
+
+    assert launch(run, Team(2, threads=1)) == 0
+    assert capfd.readouterr().err.count("client 1, fit: ValueError: a label out of range") == 2
+
+
 def test_only_the_main_process_writes(shared):
     checkpoints = sorted(path.name for path in (shared / "FedRep" / "checkpoints").glob("*.ckpt"))
     assert checkpoints == ["round-0001.ckpt", "round-0002.ckpt"]

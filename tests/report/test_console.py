@@ -261,7 +261,7 @@ def test_live_line_counts_what_other_workers_have_told():
     progress, _ = terminal()
     watch = SimpleNamespace(others_done=lambda round: {1: 2}[round])
     with progress:
-        progress.on_run_start(loop_of(0, 3, watch=watch))
+        progress.on_run_start(loop_of(0, 3, ward=SimpleNamespace(watch=watch)))
         progress.on_round_start(progress._loop, 1, [0, 1, 2, 3])
         progress.on_client_fit_end(progress._loop, scored(0.5))
         assert " 3/4 clients" in progress.present().plain
