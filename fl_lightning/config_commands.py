@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning.commands import TRUST
-from fl_lightning.errors import TRACEBACK, ConfigError, require
+from fl_lightning.errors import TRACEBACK, ConfigError, line_of, require
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
 from fl_lightning.parser import configured
-from fl_lightning.resuming import continue_command, round_of, takes_folders_config, with_resumed_folder
+from fl_lightning.resuming import continue_command, holds_run, round_of, takes_folders_config, with_resumed_folder
 from fl_lightning.terminal import say
 
 if TYPE_CHECKING:
@@ -98,8 +98,15 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Lou
     try:
         return _fit_and_show(experiment, resume, overwrite, console, loudness.verbose)
     except WriteError as error:
-        say(f"fl-lightning: error: {error}; {' '.join(experiment.advice().split())}")
-        return launch.end_all()
+        said = f"fl-lightning: error: {error}"
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # out of a file of the user's own, between rounds: in them it is a `RoundError`
+        said = line_of(error)
+        if not said or not experiment.loop.workers.is_main or not holds_run(experiment.folder):
+            raise
+    say(f"{said}; {' '.join(experiment.advice().split())}")
+    return launch.end_all()
 
 
 def _fit_and_show(

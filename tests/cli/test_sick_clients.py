@@ -1,6 +1,7 @@
 """A client that falls sick, as a user sees it."""
 
 import csv
+import shlex
 
 import pytest
 
@@ -102,11 +103,15 @@ def test_code_of_ones_own_that_was_edited_or_taken_away_is_named_when_the_run_go
 
 def test_error_in_a_callback_of_ones_own_is_one_line_with_its_place(workplace):
     base = "from fl_lightning.federation.callbacks import FederationCallback\n"
-    watch = "class Watch(FederationCallback):\n    def on_round_end(self, loop, row):\n        row['no such']\n"
+    watch = "class Watch(FederationCallback):\n    def on_round_end(self, loop, row):\n        {1: 0}[row['round']]\n"
     workplace.write("watch.py", base + watch)
-    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--federation.callbacks", "[watch.Watch]", "--quiet")
+    arguments = ("fit", "--config", "exp.yaml", "--federation.callbacks", "[watch.Watch]", "--quiet")
+    code, _, err = workplace.call(*arguments)
     assert code == 1
-    assert err.splitlines()[1:] == [
-        "fl-lightning: error: KeyError: 'no such' (watch.py:4); "
-        "FL_LIGHTNING_TRACEBACK=1 shows the error as it was raised"
-    ]
+    said = "fl-lightning: error: KeyError: 2 (watch.py:4); FL_LIGHTNING_TRACEBACK=1 shows the error as it was raised"
+    [line] = err.splitlines()[1:]
+    again = line.removeprefix(f"{said}; the rounds up to 1 are saved; continue with fl-lightning ")
+    workplace.write("watch.py", base + watch.replace("{1: 0}", "{2: 0}"))
+    code, _, err = workplace.call(*shlex.split(again), "--quiet", "--federation.rounds", "2")
+    assert code == 0, err
+    assert rows(workplace)[-1]["round"] == "2"
