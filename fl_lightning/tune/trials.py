@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fl_lightning.errors import ConfigError, importing, require
-from fl_lightning.files import make_folder, separate, writing
+from fl_lightning.files import WriteError, make_folder, separate, writing
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.running import Crew
 from fl_lightning.tune.space import Contender, Point, Search, grid
@@ -101,6 +101,7 @@ class Optuna(Sampler):
 
     Raises:
         ConfigError: if Optuna is not installed, the journal is damaged, or another process searches with it.
+        WriteError: if the journal cannot be written; so do `ask` and `tell`.
     """
 
     def __init__(self, search: Search, contender: Contender, folder: Path, runs: Sequence[str] = ()) -> None:
@@ -111,10 +112,14 @@ class Optuna(Sampler):
         self._trials, self._asked, self._seed = search.trials, 0, search.seeds[0]
         self._space = {key: self._distribution(own) for key, own in contender.space.items()}
         make_folder(folder)
-        path = folder / f"{contender.name}.journal"
+        path = self._path = folder / f"{contender.name}.journal"
         self._journal = self._held(path)
         try:
-            self._open(path, search, _study_of(search, contender, runs))
+            with writing(path):
+                self._open(path, search, _study_of(search, contender, runs))
+        except WriteError:  # it is as good as it was
+            self.close()
+            raise
         except Exception as error:  # a damaged journal raises a dozen types
             said = " ".join(f"{type(error).__name__} {error}".split())[:90]
             self.close()
@@ -198,7 +203,8 @@ class Optuna(Sampler):
         with warnings.catch_warnings():  # Optuna 4 says of `constant_liar` that it is experimental
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
             self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-        trial = self._study.ask(self._space)
+        with writing(self._path):
+            trial = self._study.ask(self._space)
         return self._point(trial.params), trial
 
     @staticmethod
@@ -209,7 +215,11 @@ class Optuna(Sampler):
         """Its value, or that it was pruned or failed."""
         if trial.handle is None or trial.state == "stopped":  # which is asked for again, like one that was killed
             return
-        optuna, before = self._optuna, trial.handle
+        with writing(self._path):
+            self._tell(trial, trial.handle)
+
+    def _tell(self, trial: Trial, before: Any) -> None:
+        optuna = self._optuna
         states = {"complete": optuna.trial.TrialState.COMPLETE, "pruned": optuna.trial.TrialState.PRUNED}
         state = states.get(trial.state, optuna.trial.TrialState.FAIL)
         if not isinstance(before, optuna.trial.FrozenTrial):

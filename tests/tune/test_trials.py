@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import WriteError
 from fl_lightning.parser import configured
 from fl_lightning.table.overlays import spelled_out
 from fl_lightning.tune.command import Tuning, _end_of
@@ -229,6 +230,34 @@ def test_a_search_that_was_killed_as_it_wrote_locks_out_nobody(search, tmp_path,
     with closing(Optuna(search, search.contenders[0], Path("out"))) as sampler:
         assert sampler.ask() is not None
     assert not lock.is_symlink()
+
+
+@pytest.mark.parametrize("moment", ["begin", "ask", "tell"])
+def test_a_journal_that_cannot_be_written_is_named_and_gone_on_with(moment, search, tmp_path):
+    """A disk that was full by then was a traceback of Optuna's, or one was told to move the journal away."""
+    pytest.importorskip("optuna")
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = tmp_path / "Method.journal"
+
+    def until(size):  # the bytes that the disk still takes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+    def go_on(fails_at=None):
+        until(10 if fails_at == "begin" else soft)
+        with closing(Optuna(search, search.contenders[0], tmp_path)) as sampler:
+            until(journal.stat().st_size + 10 if fails_at == "ask" else soft)
+            point, handle = sampler.ask()
+            until(journal.stat().st_size + 10 if fails_at == "tell" else soft)
+            sampler.tell(Trial(0, point, value=0.5, state="complete", handle=handle))
+            return point
+
+    try:
+        with pytest.raises(WriteError, match=r"cannot write .*Method\.journal: File too large"):
+            go_on(moment)
+    finally:
+        until(soft)
+    assert go_on() == go_on()
 
 
 def run(name, values, rounds=10, column="Local-T", seed=0, finished=False):
