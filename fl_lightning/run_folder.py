@@ -311,14 +311,13 @@ class RunFolder:
 
         Args:
             overwrite: whether to delete a run's own files; others stay.
+
+        Raises:
+            WriteError: if the system refuses.
         """
         remove_left_overs(self.path)
-        for pattern in _OWN if overwrite else ():
-            for path in self.path.glob(pattern):
-                if path.is_symlink() or path.is_file():
-                    remove(path)
-            if pattern == "wandb/latest-run":
-                _remove_folders(self.path)
+        if overwrite:
+            _delete(self.path)
         for path in self._of_others():
             separate(path)
 
@@ -330,6 +329,19 @@ def _is_at(file: Any, path: Path) -> bool:
     except OSError:
         return True
     return os.path.samestat(os.fstat(file.fileno()), there)
+
+
+def _delete(run: Path) -> None:
+    """Delete a run's own files; none where somebody has taken away the permission of one of its folders."""
+    for folder in (run, *(path for pattern in _OWN_FOLDERS for path in run.glob(pattern))):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise WriteError(folder, OSError(0, "it is protected, so nothing of the run is deleted"))
+    for pattern in _OWN:
+        for path in run.glob(pattern):
+            if path.is_symlink() or path.is_file():
+                remove(path)
+        if pattern == "wandb/latest-run":
+            _remove_folders(run)
 
 
 def _remove_folders(run: Path) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_lock_that_the_disk_has_no_room_for_is_named(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with folder.held():
         assert (folder.path / LOCK).read_text() == MARK
+
+
+@pytest.mark.parametrize("name", [".", "models"])
+def test_run_of_which_a_folder_is_protected_is_not_overwritten_by_halves(folder, name, monkeypatch):
+    """After `chmod a-w runs/quickstart` its checkpoints and models were deleted, and then its tables were not."""
+    own = [folder.path / file for file in ("checkpoints/round-0001.ckpt", "models/00000.pt", "metrics.csv")]
+    for path in own:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    protected, access = folder.path / name, os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != protected and access(path, mode))
+    with pytest.raises(WriteError, match=rf"cannot write {protected}: it is protected, so nothing of the run is del"):
+        folder.clean(overwrite=True)
+    assert all(path.read_text() == "mine" for path in own)
 
 
 def test_table_that_is_a_link_becomes_a_file(folder, tmp_path):
