@@ -26,7 +26,7 @@ from fl_lightning.federation.callbacks import FederationCallback, check_hooks
 from fl_lightning.federation.sickness import RoundError
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.federation.team import Team, is_main
-from fl_lightning.files import WriteError, expanded
+from fl_lightning.files import WriteError, expanded, write_atomically
 from fl_lightning.overrides import Source, said
 from fl_lightning.parser import resolve
 from fl_lightning.report.live import RoundProgress
@@ -283,7 +283,11 @@ def _handing_over(callbacks: Sequence[FederationCallback], told: Path) -> Iterat
         yield
     finally:
         if dist.get_rank() == 0:
-            told.write_bytes(pickle.dumps([_attributes(callback) for callback in callbacks]))
+            seen = pickle.dumps([_attributes(callback) for callback in callbacks])
+            try:
+                write_atomically(told, lambda file: file.write(seen), sync=False)
+            except WriteError as error:  # what the run wrote into its own folder is whole
+                say(f"callbacks: what they have seen stays in the run's own process ({error})")
 
 
 def _attributes(callback: FederationCallback) -> bytes:

@@ -25,6 +25,7 @@ import torch
 
 import fl_lightning
 from fl_lightning import ConfigError, Experiment, Run
+from fl_lightning.api import _handing_over, _take_back
 from fl_lightning.command_line import CommandLine
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.methods.fedprox import FedProx
@@ -623,6 +624,23 @@ def test_a_callback_comes_back_from_a_run_that_was_stopped(trial, capfd):
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         trial(**options).fit(callbacks=[watch, Interrupt(1)])
     assert watch.best[1] > 0
+
+
+def test_a_full_temporary_folder_costs_what_callbacks_have_seen_alone(tmp_path, monkeypatch, capsys):
+    """What they had seen was written by halves, and a run that was done ended in an EOFError."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr("fl_lightning.api.dist.get_rank", lambda: 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    watch, told = Best(), tmp_path / "callbacks"
+    try:
+        with _handing_over([watch], told):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    _take_back([watch], told)
+    assert watch.best == (0.0, 0)
+    assert not list(tmp_path.iterdir())
+    assert "callbacks: what they have seen stays in the run's own process (cannot write" in capsys.readouterr().err
 
 
 class OfACell(Best):
