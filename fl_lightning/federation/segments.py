@@ -236,7 +236,8 @@ class SegmentLog:
     @contextmanager
     def _open(self) -> Iterator[tuple[str, IO[bytes]]]:
         """The segment, open at its end; if anything fails, it is as it was."""
-        name = self._segment or self._new_name()
+        with writing(self.folder):
+            name = self._segment or self._new_name()
         path, is_new = self.folder / name, self._segment is None
         with writing(path):
             make_folder(self.folder)

@@ -1,5 +1,6 @@
 """Clients' states in few files: what is written, what is written anew, what is deleted, what is found damaged."""
 
+import errno
 import os
 import random
 
@@ -185,6 +186,18 @@ def test_what_a_full_disk_cuts_short_is_taken_back(tmp_path, monkeypatch, writte
     assert (tmp_path / "r0001-w0.states").stat().st_size == size
     kept |= log.append({1: state(3)})
     verify_states(tmp_path, kept)
+
+
+def test_folder_that_may_not_be_looked_into_is_named(tmp_path, monkeypatch):
+    """The system's own error ended the run without a word on how to go on."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    log = SegmentLog(tmp_path)
+    monkeypatch.setattr("pathlib.Path.exists", refuse)
+    with pytest.raises(WriteError, match=rf"cannot write {tmp_path}: Permission denied"):
+        log.append({0: state(1)})
 
 
 def test_killed_run_s_left_over_is_not_written_to(tmp_path):
