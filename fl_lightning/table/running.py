@@ -178,9 +178,13 @@ class Crew:
             target=run_cell, args=(os.getpid(), self._command, job.cell.words, str(log), self.threads)
         )
         with held_back():
-            job.process.start()
-            job.state = "running"
-        if self.stopping:  # a signal came just before
+            try:
+                job.process.start()
+                job.state = "running"
+            except OSError as error:  # no more processes, no memory for one
+                job.process, job.state = None, "failed"
+                job.said = f"its process cannot be started ({error.strerror or error})"
+        if self.stopping and job.process is not None:  # a signal came just before
             job.process.terminate()
 
     def _look(self) -> None:

@@ -1,5 +1,6 @@
 """How a table's cells are run."""
 
+import errno
 import os
 import signal
 import sys
@@ -98,6 +99,19 @@ def test_a_log_that_cannot_be_written_is_said_of_the_cell(cell, tmp_path, capfd)
     (job,) = crew.jobs
     assert (job.state, job.said) == ("failed", f"cannot write {tmp_path / 'logs' / cell.name}.log: Is a directory")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_the_system_does_not_start_is_said_of_the_cell(cell, tmp_path, monkeypatch):
+    """The table ended in a traceback, and took the cells that were running with it."""
+
+    def refuse(process):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(BaseProcess, "start", refuse)
+    crew = running.Crew([cell], tmp_path / "logs", 1, lambda words: None, lambda crew: None)
+    assert crew.run() == 1
+    (job,) = crew.jobs
+    assert (job.state, job.said) == ("failed", f"its process cannot be started ({os.strerror(errno.EAGAIN)})")
 
 
 def test_a_log_with_a_second_name_is_added_to_under_its_own(cell, tmp_path):
