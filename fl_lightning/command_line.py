@@ -193,7 +193,8 @@ class CommandLine:
             under = [key for key in written if key.partition(".")[0] == section]
             last = error.key.rpartition(".")[2]
             alike = [key for key in under if key.rpartition(".")[2] == last and _is(written[key], error.value)]
-            alike = alike or [key for key in under if _is(written[key], error.value)]
+            if section == "method":
+                alike = alike or [key for key in under if _is(written[key], error.value)]
             alike = alike if len(alike) == 1 else []
         return error.at(alike[-1]) if alike and alike[-1] != error.key else error
 

@@ -9,6 +9,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelSummary
 
 from fl_lightning.cli import main
+from fl_lightning.command_line import CommandLine
 from fl_lightning.errors import ConfigError, chosen_names, is_near, listed_names, suggest
 from fl_lightning.federation.flags import check_flags
 from fl_lightning.federation.trainers import UNFIT, check_callbacks, check_kinds, make_trainer, report_profile
@@ -81,6 +82,18 @@ def test_a_key_without_its_section_is_told_where_it_belongs(words, said, capsys)
         main([*QUICK, *words])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_key_is_not_blamed_for_having_the_value_of_another():
+    """It was `federation.checkpoint.every: keys must begin within federation.rounds (1), got 2`."""
+    failures = ["--federation.failures", "{2: [0]}", "--federation.rounds", "1"]
+    for words, key, value in [
+        ([*failures, "--federation.checkpoint.every", "2"], "federation.failures.schedule", 2),
+        (["--federation.newcomers", "2", "--federation.checkpoint.every", "0"], "federation.newcomers.after", 0),
+        (["--method", "FedProx", "--method.mu", "-1"], "method.weight", -1),
+    ]:
+        said = CommandLine(words).as_written(ConfigError(key, "must be another", value)).key
+        assert said == ("method.mu" if key == "method.weight" else key)
 
 
 @pytest.mark.parametrize("command", ["table", "tune"])
