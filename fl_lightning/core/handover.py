@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.message import ClassMeans, Message, Structured, writes_to
+from fl_lightning.core.moving import copies
 from fl_lightning.core.walking import parts_of
 from fl_lightning.errors import ConfigError
 
@@ -98,8 +99,8 @@ def unchanged(messages: Iterable[Message], who: str, by_bits: bool = False) -> I
 def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
     """What a method sends, without a graph and in memory of its own.
 
-    A buffer that is sent as it stands would hold the next client's values by the time that a server, or a neighbour,
-    looks at it.
+    A tensor that is sent as it stands, be it a buffer or in an attribute, would hold the next client's values by the
+    time that a server, or a neighbour, looks at it.
 
     Args:
         message: what the method made.
@@ -122,15 +123,11 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
         whole = not isinstance(value, ClassMeans) or not value.count.is_floating_point()
         _require(whole, f"artifact {name}: a ClassMeans counts samples in whole numbers: count.long()")
         _require_fields(name, value)
-    own = _places(tensor for part in parts_of(method) for tensor in _tensors(part))
-    weights = {
-        name: _copied(tensor) if _place(tensor) in own else tensor.detach() for name, tensor in message.weights.items()
-    }
     artifacts = {
         name: _laid_out(value) if isinstance(value, Tensor) else value.map(_laid_out)
         for name, value in message.artifacts.items()
     }
-    return replace(message, weights=weights, artifacts=artifacts)
+    return replace(message, weights=copies(message.weights), artifacts=artifacts)
 
 
 def begin_fit(method: Method) -> None:
@@ -169,14 +166,6 @@ def _require_fields(name: str, value: object) -> None:
         plain = own is None or isinstance(own, (Tensor, bool, int, float, str))
         rule = "its fields are tensors, numbers, texts and truths; make one tensor of several, with their lengths"
         _require(plain, f"artifact {name}.{field} is {_kind(own)}: {rule}")
-
-
-def _tensors(part: nn.Module) -> Iterator[Tensor]:
-    yield from (tensor for home in (part._parameters, part._buffers) for tensor in home.values() if tensor is not None)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _laid_out(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.server import Server
+from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.sickness import ClientError
 from fl_lightning.methods.fedavg import FedAvg
 
@@ -128,6 +129,27 @@ def test_server_that_keeps_messages_finds_each_clients_own(mlp, set_up_federatio
     assert not any(
         tensor.requires_grad for tensor in (*server.message.weights.values(), server.message.artifacts["embedding"])
     )
+
+
+class SendsOneCopy(FedAvg):
+    """Weights from memory of its own, which serves all clients."""
+
+    kept = None
+
+    def send(self, data):
+        message = super().send(data)
+        self.kept = self.kept or message.weights
+        for name, tensor in message.weights.items():
+            self.kept[name].copy_(tensor)
+        return Message(dict(self.kept), {}, data.num_train)
+
+
+def test_neighbours_hear_what_each_has_sent_from_memory_that_serves_all(mlp, set_up_federation):
+    known, own = (
+        set_up_federation(lambda kind=kind: kind(mlp()), rounds=2, exchange=Ring()).run()
+        for kind in (FedAvg, SendsOneCopy)
+    )
+    assert own == known
 
 
 class Stale(Marks):
