@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fl_lightning.classifier import labels_of
 from fl_lightning.errors import importing, require
 from fl_lightning.models.split import SplitModel
-from fl_lightning.rebuilding import own_way, trained, with_models
+from fl_lightning.rebuilding import first_runs, own_way, trained, with_models
 from fl_lightning.report.page.figure import Figure, Rows, Spec, tips
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ def attentions(lines: Sequence[Series], held: str, trust: Trust) -> Iterator[Fig
             or nobody has a test image of that class.
     """
     rows, picks, pictures = Rows("s", "pick", "client", "network", "src"), list[str](), list[str]()
-    networks, facts = ["image"], list[str]()
-    for place, line in enumerate(lines):
-        run = line.runs[0]
-        found = attend(run.path, held, trust)
+    networks = ["image"]
+    there, facts = first_runs(lines, OPTION)
+    for place, picked in there:
+        found = attend(lines[place].runs[0].path, held, trust)
         networks += [network for network in found.maps if network not in networks]
-        picks.append(line.label if run.seed is None else f"{line.label}, seed {run.seed}")
+        picks.append(picked)
         if not found.maps:
             facts.append(f"{picks[-1]}: none of its networks has a convolution over images")
             continue
@@ -85,7 +85,8 @@ def attentions(lines: Sequence[Series], held: str, trust: Trust) -> Iterator[Fig
                 n: _laid_over(found.images[i], m[client][i]) for n, m in found.maps.items() if client in m
             }
             for network, picture in drawn.items():
-                rows.add(s=place, pick=place, client=client, network=networks.index(network), src=len(pictures))
+                values = {"client": client, "network": networks.index(network), "src": len(pictures)}
+                rows.add(s=place, pick=len(picks) - 1, **values)
                 pictures.append(_as_address(picture))
         facts += [f"{picks[-1]}, {network}: {_agreement([*own.values()])}" for network, own in found.maps.items()]
     nobody = "none of the methods' networks has a convolution over images"

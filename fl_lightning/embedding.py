@@ -19,8 +19,8 @@ from torch import Tensor
 from fl_lightning.core.message import ClassMeans
 from fl_lightning.core.predictor import Predictor, Seen
 from fl_lightning.errors import require
-from fl_lightning.rebuilding import own_way, trained, with_models
-from fl_lightning.report.page.classifier import Heads, heads_of, relations
+from fl_lightning.rebuilding import first_runs, own_way, trained, with_models
+from fl_lightning.report.page.classifier import heads_of, relations
 from fl_lightning.report.page.figure import Figure, Rows, Spec, quantity, tips
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
         ConfigError: if a run cannot be built again, keeps no models, or embeds samples in several sizes.
     """
     rows, picks, names = Rows("s", "pick", "x", "y", "held", "client", "kind"), list[str](), list[str]()
-    layers: list[Heads] = []
-    for place, line in enumerate(lines):
-        run = line.runs[0]
-        found, classes = embed_run(run.path, trust)
-        layers.append(heads_of(run)._replace(soft_labels=found.soft_labels))
-        picks.append(line.label if run.seed is None else f"{line.label}, seed {run.seed}")
+    layers = [heads_of(line.runs[0]) for line in lines]
+    there, facts = first_runs(lines, OPTION)
+    for place, picked in there:
+        found, classes = embed_run(lines[place].runs[0].path, trust)
+        layers[place] = layers[place]._replace(soft_labels=found.soft_labels)
+        picks.append(picked)
         names += [name for name in classes if name not in names]
         for (x, y), label, client in zip(plane(found.z), found.label, found.client, strict=True):
             values: dict[str, Any] = {"client": client if client >= 0 else None, "kind": int(client < 0)}
@@ -87,7 +87,7 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
     heads = {"label": "run", "kind": "point", "held": "class", "client": "client", "x": "t-SNE 1", "y": "t-SNE 2"}
     texts = {"held": names, "kind": list(KINDS)}
     spec, title = _points(names), "Test samples and prototypes"
-    yield Figure("embedding", "Embeddings", title, text, spec, rows.columns, heads, texts, picks)
+    yield Figure("embedding", "Embeddings", title, text, spec, rows.columns, heads, texts, picks, facts)
     yield from relations(lines, layers, measured=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,31 @@ if TYPE_CHECKING:
     from fl_lightning.core.method import Method
     from fl_lightning.core.predictor import Predictor
     from fl_lightning.federation.loop import FederatedLoop
+    from fl_lightning.report.series import Series
     from fl_lightning.trust import Trust
+
+LATER = "the models are of later rounds than those that are shown: somebody has extended the run"
+
+
+def first_runs(lines: Sequence[Series], option: str) -> tuple[list[tuple[int, str]], list[str]]:
+    """Which lines have a first run whose models are of the rounds that are shown: their places, and what to call it.
+
+    Args:
+        lines: what a page shows.
+        option: of the command line, for messages.
+
+    Returns:
+        These, and a sentence on each of the others.
+
+    Raises:
+        ConfigError: if there are only others.
+    """
+    runs = [line.runs[0] for line in lines]
+    ends = ["" if run.seed is None else f", seed {run.seed}" for run in runs]
+    names = [f"{line.label}{end}" for line, end in zip(lines, ends, strict=True)]
+    found = [(place, name) for place, name in enumerate(names) if not runs[place].is_past]
+    require(bool(found) or not runs, option, LATER, ", ".join(str(run.path) for run in runs))
+    return found, [f"{name}: {LATER}" for run, name in zip(runs, names, strict=True) if run.is_past]
 
 
 def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:

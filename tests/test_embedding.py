@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from report.run_folders import make_run
 
 import fl_lightning
-from fl_lightning.embedding import MOST_SAMPLES, embed_run, plane, some_of
+from fl_lightning.embedding import MOST_SAMPLES, Embedded, embed_run, embeddings, plane, some_of
+from fl_lightning.errors import ConfigError
+from fl_lightning.report.recorded_run import read_run
+from fl_lightning.report.series import Member, series_of
 from fl_lightning.trust import Trust
 
 
@@ -64,3 +68,18 @@ def test_mixed_weights_are_shown_as_the_one_network_that_they_make(trial):
     with torch.no_grad():
         z = fl_lightning.load(run, client=1).in_one().alone.embed(x).flatten(1)
     np.testing.assert_allclose(found.z[found.client == 1], z.numpy(), atol=1e-6)
+
+
+def test_models_of_later_rounds_than_are_shown_are_left_out(tmp_path, monkeypatch):
+    """A table's cell that somebody had extended was shown by the models of its later rounds, without a word."""
+    runs = [read_run(make_run(tmp_path / name, name, rounds=3), "report") for name in ("Alpha", "Beta")]
+    some = Embedded(np.eye(3), np.arange(3), np.zeros(3, dtype=int), np.eye(3))
+    monkeypatch.setattr("fl_lightning.embedding.embed_run", lambda folder, trust: (some, ["0", "1", "2"]))
+    lines = series_of([Member(runs[0].first(2)), Member(runs[1])])
+    figure = next(iter(embeddings(lines, Trust())))
+    assert (figure.columns["s"], list(figure.picks)) == ([1, 1, 1], ["Beta, seed 0"])
+    (said,) = figure.facts
+    assert said.startswith("Alpha, seed 0: the models are of later rounds")
+    with pytest.raises(ConfigError, match=r"--embed: the models are of later rounds.*Alpha"):
+        list(embeddings(lines[:1], Trust()))
+    assert [*embeddings([], Trust())] == []

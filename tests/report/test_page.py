@@ -28,7 +28,7 @@ from fl_lightning.report.page.document import ASSETS, _content
 from fl_lightning.report.page.figure import Figure, Rows, largest_bubble
 from fl_lightning.report.page.partition import bubbles
 from fl_lightning.report.page.ranking import RankedRow, rankings
-from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTable, moments
+from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTable, configurations, moments
 from fl_lightning.report.page.writing import _named, figures_of, write_page
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, series_of
@@ -875,3 +875,12 @@ def test_dark_page_is_printed_light_and_large(comparison, tmp_path, chromium):
     assert page.locator("#local-t .role-axis-grid line").first.evaluate(stroke) == "rgb(221, 221, 221)"
     columns = "node => getComputedStyle(node).gridTemplateColumns.split(' ').length"
     assert page.locator(".grid").first.evaluate(columns) == 1
+
+
+def test_a_run_that_was_extended_is_run_again_with_the_rounds_that_are_shown(tmp_path):
+    """Its file says the later ones, so that the command gave other figures than the page."""
+    run = read_run(make_run(tmp_path / "a b", rounds=3), "report")
+    said = [html.unescape("".join(configurations(series_of([Member(own)])))) for own in (run, run.first(2))]
+    command = f"fl-lightning fit --config '{tmp_path}/a b/config.yaml' --name 'a b-again'"
+    assert f"<pre>{command}</pre>" in said[0]
+    assert f"<pre>{command} --federation.rounds 2</pre>" in said[1]

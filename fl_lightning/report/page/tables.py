@@ -201,8 +201,9 @@ def configurations(lines: Sequence[Series]) -> Iterator[str]:
 
 
 def _command(run: RecordedRun) -> str:
-    config = run.path / "config.yaml"
-    return shlex.join(["fl-lightning", "fit", "--config", str(config), "--name", f"{run.name}-again"])
+    words = ["--config", str(run.path / "config.yaml"), "--name", f"{run.name}-again"]
+    words += ["--federation.rounds", str(run.rows[-1]["round"])] if run.is_past else []  # the file says later ones
+    return shlex.join(["fl-lightning", "fit", *words])
 
 
 def _pairs(node: Any) -> str:
