@@ -240,6 +240,7 @@ class BuiltExperiment:
                 state = folder.checkpoints.load(chosen.path)
             self.loop.load_state_dict(state)
             self._kept_by_callbacks = state["callbacks"]
+            self.loop.agreement.reason = "" if folder.is_over(chosen) else state.get("ended", "")
             workers.everyone_says(None)  # all have read it
         with refused_together(workers):
             if workers.is_main:

@@ -165,6 +165,14 @@ class RunFolder:
             say(f"{self.path} holds rounds, but no checkpoint; the run begins anew")
         return chosen
 
+    def is_over(self, chosen: Chosen) -> bool:
+        """Whether a run ended with the round of a checkpoint, and said so: a kill may have come between the two."""
+        try:
+            said = read_json(self.path / "summary.json", "--resume")
+        except ConfigError:
+            return False
+        return bool(said.get("finished")) and said.get("rounds") == round_of(chosen.path)
+
     def _has_rows(self) -> bool:
         try:
             return content_of(self.path / "metrics.csv").count(b"\n") > 1

@@ -38,6 +38,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "partition": loop.data.partition_hash,
         "rounds": loop.settings.rounds,
         "on_client_error": loop.settings.on_client_error,
+        "ended": loop.agreement.reason,
         "callbacks": {name: own for name, callback in _named(loop) if (own := _checked(name, callback))},
         "exchange": _of_exchange(loop),
         "board": loop.board.state_dict(),

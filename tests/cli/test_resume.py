@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import os
 import random
 import shutil
@@ -124,6 +125,29 @@ def test_run_killed_after_its_last_checkpoint_is_completed(straight, workplace, 
     assert (workplace.run / "curves.png").exists()
     assert (workplace.run / "summary.json").exists()
     check_folder(workplace.run)
+
+
+ENOUGH = """
+from fl_lightning.federation.callbacks import FederationCallback
+
+
+class Enough(FederationCallback):
+    def on_round_end(self, loop, row):
+        if row["round"] == 2:
+            loop.stop()
+"""
+
+
+def test_run_that_a_callback_has_ended_is_completed_after_a_kill_and_goes_on_only_then(workplace):
+    """Killed between its last checkpoint and summary.json, it made all the rounds that were left."""
+    workplace.write("mine.py", ENOUGH)
+    workplace.change(data={"num_clients": 2}, federation={"rounds": 3, "callbacks": ["mine.Enough"]})
+    code, _, _ = workplace.call("fit", "--config", "exp.yaml", "--quiet", die_at="round-0002.ckpt")
+    assert code == -9
+    for rounds in (2, 3):
+        workplace.fit("--resume", "auto", "--quiet")
+        said = json.loads((workplace.run / "summary.json").read_text())
+        assert (said["rounds"], said["finished"], "stopped" in said) == (rounds, True, rounds == 2)
 
 
 def test_finished_run_resumes_to_itself(straight, workplace, assert_same_run):
