@@ -266,7 +266,6 @@ class ClientModule(L.LightningModule):
         descent = own_steps if self.private is None else partial(PrivateDescent, self.private)
         self._descents = [descent(self._machine, parts, self.settings) for parts in by_part]
         self._trainable = [p for p in parameters_of(self) if p.requires_grad]
-        self._weights = checked_weights(self.method)
         self._waiting = 0
         self._resting: list[nn.Module] = []
         if self._machine.careful is not None:
@@ -274,6 +273,7 @@ class ClientModule(L.LightningModule):
         self._left = [True] * len(self._trainable)  # what the next two freeze stays so
         own.start_fit()
         begin_fit(self.method)
+        self._weights = checked_weights(self.method)  # of which the method may have said some right there
 
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""

@@ -31,7 +31,7 @@ def check_method(method: Method) -> None:
 
 
 def checked_weights(method: Method) -> dict[str, float]:
-    """The factors of a method's losses in the present round.
+    """The factors of a method's losses in the present round, as numbers where they do not learn.
 
     Raises:
         ConfigError: for one below 0, which would count as 0, or one that is no number.
@@ -41,8 +41,13 @@ def checked_weights(method: Method) -> dict[str, float]:
     for name, weight in weights.items():
         require(isinstance(weight, (Real, Tensor)), "method", f"{who} weighs its loss {name!r} by no number", weight)
         rule = f"{who} weighs its loss {name!r} by less than 0: negate the loss itself"
-        require(weight >= 0, "method", rule, float(weight))
-    return weights
+        require(weight >= 0, "method", rule, weight.item() if isinstance(weight, Tensor) else float(weight))
+    return {name: own if learns(own) else float(own) for name, own in weights.items()}
+
+
+def learns(weight: float | Tensor) -> bool:
+    """Whether a loss is weighed by what has a gradient."""
+    return isinstance(weight, Tensor) and weight.requires_grad
 
 
 def check_fit(method: Method, meter: LossMeter, skips: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -53,11 +53,13 @@ class Entered:
         plan: its phases, with the epochs of its own workload.
         templates: optimizers as they would be made for it alone, by phase and part.
         fit: what its method may know of the fit.
+        weights: the factor of each loss, noted while the client was in the module: they may rest on its buffers.
     """
 
     plan: Plan
     templates: list[Optimizer]
     fit: Fit
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class StackedFit:
@@ -192,7 +194,7 @@ class _Phase:
         self.planned = planned
         method = fit.method
         machine = Machine(fit.module.device.type, fit.plugin)
-        bench = Bench.of(method, machine, batch_norms(method), planned.phase, method.term_weights())
+        bench = Bench.of(method, machine, batch_norms(method), planned.phase, fit.entered[0].weights)
         if any(own._backward_hooks or own._post_accumulate_grad_hooks for own in planned.parameters):  # type: ignore[attr-defined]
             raise Unstackable("hooks are tied to its parameters' gradients")
         padded = any(isinstance(own, nn.Embedding) and own.padding_idx is not None for own in method.modules())

@@ -85,7 +85,6 @@ def _alone(module: ClientModule, fit: StackedFit, epoch: Epoch) -> float:
     templates = iter(entered[0].templates)
     machine = Machine(module.device.type, fit.plugin, None, lambda loss, **options: loss.backward(**options))
     machine.careful = None  # it scales nothing where clients are stacked, and knows Lightning's optimizers alone
-    weights = method.term_weights()
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     assert module.settings is not None, "`settings` is set by the runner"
     try:
@@ -94,7 +93,7 @@ def _alone(module: ClientModule, fit: StackedFit, epoch: Epoch) -> float:
             for parameter in trainable:
                 parameter.requires_grad_(id(parameter) in trained)
             descent = Descent(machine, {name: next(templates) for name in planned.parts}, module.settings)
-            bench = Bench.of(method, machine, batch_norms(method), planned.phase, weights, descent)
+            bench = Bench.of(method, machine, batch_norms(method), planned.phase, entered[0].weights, descent)
             batches = next(iter(epoch(0, [None] * len(entered))))
             step = Step(bench, Part.whole(batches.x[0], batches.y[0]))
             with fit.context():

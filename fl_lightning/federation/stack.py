@@ -16,7 +16,7 @@ from fl_lightning.core.handover import begin_fit
 from fl_lightning.core.loose import Attributes
 from fl_lightning.core.mark import changed, changed_object, difference, set_on_layer
 from fl_lightning.core.method import Method
-from fl_lightning.core.method_checks import check_fit
+from fl_lightning.core.method_checks import check_fit, checked_weights, learns
 from fl_lightning.core.nobody import in_a_round
 from fl_lightning.core.of_classes import put_back, written_into
 from fl_lightning.core.planning import Plan
@@ -120,7 +120,8 @@ class Stack:
         else:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
-        both = options, tuple(method.term_weights().items())
+        entered.weights = _weights_of(method)
+        both = options, tuple(entered.weights.items())
         streams = stream_states() if self._ends or len(self._entry) == 1 else ()
         self._members.append(Member(visit, row, entered, both, mark, attributes, streams, free))
 
@@ -159,7 +160,7 @@ class Stack:
         for member in self._members:
             alike.setdefault(member.key, []).append(member)
         groups = [own for own in alike.values() if len(own) > 1] or list(alike.values())[: int(self.records)]
-        if len(self._members) > 1 and not groups and (name := difference(*(own.mark for own in self._members[:2]))):
+        if len(self._members) > 1 and not groups and (name := _difference(*self._members[:2])):
             raise Unstackable(f"its clients differ in {name}")
         if not groups:
             return
@@ -334,6 +335,25 @@ def _begin(method: Method, layout: Layout) -> Rows | None:
     moved = Rows.empty(layout, 1)
     moved.put(0)
     return moved
+
+
+def _difference(one: Member, other: Member) -> str:
+    """Names what keeps two clients from being stacked; empty where it is what their optimizers or phases say."""
+    weights = "the weights of its losses" if one.entered.weights != other.entered.weights else ""
+    return difference(one.mark, other.mark) or weights
+
+
+def _weights_of(method: Method) -> dict[str, float]:
+    """The factors of the losses of the client in the module.
+
+    Raises:
+        Unstackable: naming a loss whose factor learns, of which there is one tensor for all.
+    """
+    weights = checked_weights(method)
+    name = next((name for name, weight in weights.items() if learns(weight)), None)
+    if name is not None:
+        raise Unstackable(f"the weight of its loss {name!r} learns")
+    return weights
 
 
 def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: Member) -> None:

@@ -1056,3 +1056,70 @@ def test_who_draws_late_is_fitted_by_itself(kind, run_federation, mlp, outcome, 
     plain, stacked = (run_federation(lambda: kind(mlp()), 1, cohort=own, local_epochs=2) for own in (None, 4))
     assert stacked.cohort.reason == "its step draws random numbers"
     assert_identical(outcome(stacked), outcome(plain))
+
+
+class Weighs(FedAvg):
+    """Of two clients each the loss of embeddings weighs the same; the weight lies in a buffer."""
+
+    def setup(self):
+        self.register_buffer("own", torch.zeros(()), persistent=False)
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.own.fill_(0.1 * (1 + data.client // 2))
+
+    def losses(self):
+        return {"size": float(self.own)}
+
+    def local_step(self, step):
+        out = step.forward()
+        step.descend({**step.values(out), "size": out.z.square().mean()})
+
+
+class WeighsByATensor(Weighs):
+    def losses(self):
+        return {"size": self.own}
+
+
+class WeighsAtTheStart(Weighs):
+    """Says the weight in an attribute, as the fit begins."""
+
+    weight = 0.0
+
+    def on_fit_start(self):
+        self.weight = float(self.own)
+
+    def losses(self):
+        return {"size": self.weight}
+
+
+class WeighsEachOtherwise(Weighs):
+    def losses(self):
+        return {"size": 0.1 + max(0, self.facts.client)}
+
+
+class LearnsAWeight(Weighs):
+    def setup(self):
+        super().setup()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def losses(self):
+        return {"size": self.weight}
+
+
+@pytest.mark.parametrize("kind", [Weighs, WeighsByATensor, WeighsAtTheStart])
+def test_weights_of_losses_are_each_clients_own(kind, both, run_federation, mlp, outcome, assert_identical):
+    both(lambda: kind(mlp()))
+    own, known = (run_federation(lambda one=one: one(mlp()), 2) for one in (kind, Weighs))
+    assert_identical(outcome(own), outcome(known))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (WeighsEachOtherwise, "its clients differ in the weights of its losses"),
+        (LearnsAWeight, "the weight of its loss 'size' learns"),
+    ],
+)
+def test_weights_of_losses_that_no_two_share_are_not_stacked(kind, reason, run_federation, mlp):
+    assert run_federation(lambda: kind(mlp()), 1, cohort=4).cohort.reason == reason
