@@ -47,12 +47,14 @@ class Embedded:
         client: [P] whose model embedded it; -1 for prototypes.
         soft_labels: [C, C] the mean prediction for each class's training samples (FedDW, equations 4 to 7), by their
             own client's trained model, from at most `MOST_SAMPLES` of a client; 0 in the rows of classes without one.
+        num_clients: of the run, with those that are not shown.
     """
 
     z: np.ndarray
     label: np.ndarray
     client: np.ndarray
     soft_labels: np.ndarray
+    num_clients: int
 
 
 def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
@@ -72,6 +74,10 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
         found, classes = embed_run(lines[place].runs[0].path, trust)
         layers[place] = layers[place]._replace(soft_labels=found.soft_labels)
         picks.append(picked)
+        shown = len({*found.client.tolist()} - {-1})
+        if shown < found.num_clients:
+            lack = "the others have no trained model or no test samples"
+            facts.append(f"{picked}: {shown} of its {found.num_clients} clients are shown; {lack}")
         names += [name for name in classes if name not in names]
         for (x, y), label, client in zip(plane(found.z), found.label, found.client, strict=True):
             values: dict[str, Any] = {"client": client if client >= 0 else None, "kind": int(client < 0)}
@@ -151,7 +157,7 @@ def embed_run(folder: Path, trust: Trust) -> tuple[Embedded, list[str]]:
     parts += _prototypes(loop, parts[0][0].shape[1])
     z, label, client = (np.concatenate(each) for each in zip(*parts, strict=True))
     soft_labels = sums / np.maximum(sums.sum(1, keepdims=True), 1e-12)
-    return Embedded(z, label, client, soft_labels), [str(name) for name in loop.data.arrays.classes]
+    return Embedded(z, label, client, soft_labels, loop.num_clients), [str(name) for name in loop.data.arrays.classes]
 
 
 Part = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -73,7 +73,7 @@ def test_mixed_weights_are_shown_as_the_one_network_that_they_make(trial):
 def test_models_of_later_rounds_than_are_shown_are_left_out(tmp_path, monkeypatch):
     """A table's cell that somebody had extended was shown by the models of its later rounds, without a word."""
     runs = [read_run(make_run(tmp_path / name, name, rounds=3), "report") for name in ("Alpha", "Beta")]
-    some = Embedded(np.eye(3), np.arange(3), np.zeros(3, dtype=int), np.eye(3))
+    some = Embedded(np.eye(3), np.arange(3), np.zeros(3, dtype=int), np.eye(3), 1)
     monkeypatch.setattr("fl_lightning.embedding.embed_run", lambda folder, trust: (some, ["0", "1", "2"]))
     lines = series_of([Member(runs[0].first(2)), Member(runs[1])])
     figure = next(iter(embeddings(lines, Trust())))
@@ -83,3 +83,11 @@ def test_models_of_later_rounds_than_are_shown_are_left_out(tmp_path, monkeypatc
     with pytest.raises(ConfigError, match=r"--embed: the models are of later rounds.*Alpha"):
         list(embeddings(lines[:1], Trust()))
     assert [*embeddings([], Trust())] == []
+
+
+def test_clients_that_are_not_shown_are_counted(trial):
+    """Of eight clients two had taken part, and nothing said that the picture is of them alone."""
+    run = trial(name="embedded-few", method="FedAvg", federation={"rounds": 1, "participation": 0.5}).fit()
+    figure = next(iter(embeddings(series_of([Member(read_run(run.folder, "report"))]), Trust())))
+    (said,) = figure.facts
+    assert said.startswith("FedAvg, seed 0: 2 of its 4 clients are shown; ")
