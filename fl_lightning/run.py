@@ -150,6 +150,7 @@ class Run:
 
         Raises:
             ConfigError: if the extra ``report`` is not installed.
+            WriteError: if the file cannot be written.
         """
         from fl_lightning.report.page.writing import write_page
 

@@ -227,5 +227,6 @@ def write_table_page(
 
     Raises:
         ConfigError: if Vega-Lite is not installed.
+        WriteError: if the page cannot be written.
     """
     return write_page(members_of(cells), folder / PAGE, table.title, shown(table, values), notes)[0]

@@ -19,6 +19,7 @@ import yaml
 from report.run_folders import make_run
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import WriteError
 from fl_lightning.report.packed import packed
 from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
@@ -612,6 +613,21 @@ def test_missing_renderer_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'fl-lightning\[report\]'"):
         write_page(members_of(make_run(tmp_path / "a")), tmp_path / "page.html", "One run")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_page_that_a_full_disk_takes_no_more_is_no_missing_renderer(tmp_path):
+    """A table said that it has no page, left the one of before, and ended well."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = make_run(tmp_path / "a")
+    bundle.program()  # what it keeps must not be what fails
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(WriteError, match=r"cannot write .*page\.html: File too large"):
+            write_page(members_of(run), tmp_path / "page.html", "One run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("*page.html*"))
 
 
 @pytest.fixture

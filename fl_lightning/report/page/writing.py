@@ -60,7 +60,8 @@ def write_page(
         What was written, the page first.
 
     Raises:
-        ConfigError: if Vega-Lite is not installed, or the file or the folder cannot be written.
+        ConfigError: if Vega-Lite is not installed, or there can be no such folder.
+        WriteError: if a file cannot be written.
     """
     bundle.renderer()
     lines = series_of(members)
@@ -73,10 +74,7 @@ def write_page(
             pictures.mkdir(parents=True, exist_ok=True)
         except OSError as error:  # said before the page is written
             raise ConfigError("--figures", f"must be a folder: {error}") from error
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError("--output", str(error)) from error
+    write_text(path, text)
     written = [path]
     if pictures is not None:
         written += bundle.write_pictures(figures, lines, pictures)
