@@ -94,11 +94,11 @@ def _write(
         "canaries": {name: None if own is None else own.as_dict() for name, own in estimates.items()},
     }
     output.mkdir(parents=True, exist_ok=True)
+    write_text(output / "audit.json", json.dumps(said, indent=2) + "\n")
     if victims:
         draw_reconstructions(victims[0].images, found, output / "reconstructions.png")
         draw_curves(found, output / "psnr.png")
     write_page(said, victims[0].images if victims else None, found, output / "index.html")
-    write_text(output / "audit.json", json.dumps(said, indent=2) + "\n")
     return said
 
 

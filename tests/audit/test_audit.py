@@ -217,11 +217,23 @@ def test_what_was_found_before_a_later_part_breaks_off_is_written(run_folder, tm
     with pytest.raises(ZeroDivisionError):
         run_audit([run_folder("a")], tmp_path / "audit", Attack(1), 2, 0.0, 20, said.append)
     assert said[-1] == f"what was found before is in {tmp_path / 'audit'}"
-    written = json.loads((tmp_path / "audit" / "audit.json").read_text())
-    assert ([own["label"] for own in written["inversion"]], written["canaries"]) == (["FedAvg (a)"], {})
+    check_found(tmp_path)
     with pytest.raises(ZeroDivisionError):
         run_audit([run_folder("b")], tmp_path / "none", Attack(1), 0, 0.0, 20)
     assert not (tmp_path / "none").exists()
+
+
+def check_found(tmp_path):
+    written = json.loads((tmp_path / "audit" / "audit.json").read_text())
+    assert ([own["label"] for own in written["inversion"]], written["canaries"]) == (["FedAvg (a)"], {})
+
+
+def test_what_was_found_is_written_where_its_pictures_cannot_be(run_folder, tmp_path, monkeypatch):
+    """A disk that was full by then took the search with them."""
+    monkeypatch.setattr("fl_lightning.audit.command.draw_reconstructions", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_audit([run_folder("a")], tmp_path / "audit", Attack(1), 2, 0.0)
+    check_found(tmp_path)
 
 
 @pytest.mark.parametrize(
