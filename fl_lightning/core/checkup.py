@@ -47,7 +47,7 @@ def check_message(message: Message, expected: Expected, num_train: int, received
         message: as it arrives.
         expected: what it should be made of.
         num_train: training samples of the client.
-        received: what the client was sent in this round.
+        received: what the client was sent in this round, with the weights that it began from.
         growth: see `check_values`.
 
     Raises:
@@ -66,7 +66,20 @@ def check_message(message: Message, expected: Expected, num_train: int, received
         weights = tensors_of(Message(message.weights, {}))
         new = {name: sent.pop(name) for name in [*sent] if name not in weights and name not in before}
         check_values(sent, before, growth, trained)
-        check_values(new, {}, max(growth, _USUAL), ())
+        check_new(new, growth)
+
+
+def check_new(tensors: Mapping[str, Tensor], growth: float) -> None:
+    """Refuse values as `check_values` does, of entries that nobody had before: a count may be among them.
+
+    Args:
+        tensors: by name.
+        growth: > 1.
+
+    Raises:
+        Unsound: naming the first entry that is wrong, and the value.
+    """
+    check_values(tensors, {}, max(growth, _USUAL), ())
 
 
 def check_values(

@@ -71,7 +71,7 @@ class Checkups:
 
         Args:
             message: what the wire made of it.
-            received: what the client was sent.
+            received: what the client was sent, with the weights that it began from.
             num_train: training samples of the client.
 
         Raises:

@@ -182,7 +182,7 @@ class Runner:
             began = {**self.start(client, job.message), **visit.moved}
             message = self.attackers.forge(message, began, job.message, checkups.parameters, round, client)
             message = wire.up(message, job.message, self._memory, visit.moved)
-            checkups.message(message, job.message, data.num_train)
+            checkups.message(message, replace(job.message, weights=began), data.num_train)
         if self.keeps_start:  # the pool may write the new state where the old one is
             visit.began = {name: tensor.clone() for name, tensor in began.items()}
         self._keep(module, client, round)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.core.checkup import Unsound, check_values, tensors_of
+from fl_lightning.core.checkup import Unsound, check_new, check_values, tensors_of
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.errors import ConfigError, place_of, shortened
 from fl_lightning.federation.exchange import Exchange
@@ -175,12 +175,13 @@ class Ward:
 
     def _broken(self, round: int) -> str | None:
         seen: set[int] = set()
-        trained = () if self.exchange.between_clients else self.trained  # clients' own steps were looked at
         for sender, message in self.exchange.outgoing():
             tensors = {name: tensor for name, tensor in tensors_of(message).items() if id(tensor) not in seen}
             seen |= set(map(id, tensors.values()))
             try:
-                check_values(tensors, self._before, self.growth, trained)
+                known = {name: tensors.pop(name) for name in [*tensors] if name in self._before}
+                check_values(known, self._before, self.growth, self.trained)
+                check_new(tensors, self.growth)  # all between clients, whose own steps were looked at
             except Unsound as error:
                 return f"round {round}, {sender}: {error} in what it sends"
         return None

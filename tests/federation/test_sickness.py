@@ -487,6 +487,23 @@ def test_a_healthy_run_goes_on_under_a_tight_bound(run_federation, mlp, bound):
     assert float(loop.exchange.global_message().weights["model.head.weight"].abs().max()) > bound**3
 
 
+@pytest.mark.parametrize(
+    ("make", "exchange"), [(FedProto, None), (FedProto, Ring()), (FedAvg, DirectedGraph(degree=1))]
+)
+def test_what_is_heard_for_the_first_time_may_be_large_under_a_tight_bound(run_federation, mlp, make, exchange):
+    """Clients may send it; the server's mean of it, and whatever a neighbour said, was held to the bound's power."""
+
+    def method():
+        model = mlp()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(30 / parameter.abs().max())
+        return make(model)
+
+    options = {"max_growth": 2.0, "exchange": exchange, "optimizer": partial(torch.optim.SGD, lr=1e-9)}
+    assert len(run_federation(method, 2, **options).diary.rows) == 2
+
+
 def test_a_statistic_of_the_servers_may_grow_from_where_it_was(run_federation, conv_net):
     def method():
         model = conv_net()
