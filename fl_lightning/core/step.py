@@ -339,7 +339,7 @@ class Step:
             parts: the phase's parts that step; they alone get a gradient. None are all.
 
         Raises:
-            ConfigError: naming a loss that has no weight, or where they have no names.
+            ConfigError: naming a loss that has no weight, or where they have no names, or outside a fit.
         """
         named = isinstance(values, Mapping)
         require(named, "method", "step.descend() takes losses by name: {'cross_entropy': loss}", type(values).__name__)
@@ -347,8 +347,9 @@ class Step:
         total = self.total(values)
         self._logged.update(values)
         self._total, self._descents = total, self._descents + 1
-        if self._bench.descent is not None and total.requires_grad and not self._has_stepped:
-            self._bench.descent.descend(total, self.part.factor, parts, self.steps_now)
+        descent = _descent_of(self._bench, "descend")
+        if total.requires_grad and not self._has_stepped:
+            descent.descend(total, self.part.factor, parts, self.steps_now)
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
         """∇ loss with respect to some parameters, for steps of a method's own; averaged over devices.
@@ -367,9 +368,10 @@ class Step:
             parameters: what they are of.
             steps_now: whether to step; None as the accumulation of mini-batches has it.
         """
-        assert self._bench.descent is not None, "a step outside a fit cannot descend"
         self._require_steps()
-        self._bench.descent.follow(gradients, parameters, self.steps_now if steps_now is None else steps_now)
+        _descent_of(self._bench, "follow").follow(
+            gradients, parameters, self.steps_now if steps_now is None else steps_now
+        )
 
     def _require_steps(self) -> None:
         """Refuse steps of the method's own where the model has made them."""
@@ -404,6 +406,14 @@ class Step:
         """What the first device has drawn: random streams part where devices see parts of different sizes."""
         devices = self._bench.machine.devices
         return drawn if devices is None else devices.first(drawn)
+
+
+def _descent_of(bench: Bench, call: str) -> Descent:
+    """What makes a fit's steps; there is none outside one (`OwnData.steps`), where nothing would be trained."""
+    rule = f"step.{call}() is for the local fit, and trains nothing outside it: use train_copy or train_outside"
+    if bench.descent is None:
+        raise ConfigError("method", f"{rule} (core/finetuning.py)")
+    return bench.descent
 
 
 def _scalar(term: Any, value: Any) -> Tensor:

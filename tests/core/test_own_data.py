@@ -80,12 +80,12 @@ def test_own_steps_of_a_share_are_of_so_many_samples(mlp, make_client, data):
 
 
 def test_own_steps_are_outside_the_fit(mlp, make_client, sgd, data):
-    """All terms, weights of the present round, nothing that steps and nothing that is logged."""
+    """All terms, weights of the present round, and nothing that is logged."""
     client = make_client(Method(mlp()), sgd(), round=3)
     step = next(iter(client.bound(data.clients[0]).steps()))
     values = step.values(step.forward())
     before = {name: tensor.clone() for name, tensor in client.entries.items()}
-    step.descend(values)
+    step.log(values)
     assert step.round == 3
     assert list(values) == ["cross_entropy"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in client.entries.items())

@@ -387,10 +387,13 @@ def test_gradients_found_by_hand_add_up_until_it_is_time(mlp):
     assert torch.equal(method.model.head.bias, before - 2)
 
 
-def test_following_outside_a_fit_is_refused(mlp, make_client):
+def test_a_step_outside_a_fit_trains_nothing_and_says_so(mlp, make_client):
     client = make_client(Method(mlp()))
-    with pytest.raises(AssertionError, match="outside a fit"):
-        client.step(X, Y).follow([torch.zeros(4)], [client.method.model.head.bias])
+    step = client.step(X, Y)
+    with pytest.raises(ConfigError, match=r"step.follow\(\) is for the local fit, and trains nothing outside it"):
+        step.follow([torch.zeros(4)], [client.method.model.head.bias])
+    with pytest.raises(ConfigError, match=r"step.descend\(\) is for the local fit, and trains nothing outside it"):
+        step.descend(step.values(step.forward()))
 
 
 def test_terms_that_exchange_observe_a_pass_outside_autocast(mlp):
