@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.schema import parameters, section_of
+from fl_lightning.schema import parameters, section_of, typed
 from fl_lightning.trust import Load, import_name
 
 
@@ -91,7 +91,7 @@ def construct(
         if section is not None:
             arguments[name] = construct(maker, section, value, (f"{inside}.{name}",) * 2, {})
         else:
-            arguments[name] = build_with(maker, value, f"{inside}.{name}")
+            arguments[name] = typed(cls, name, build_with(maker, value, f"{inside}.{name}"))
     try:
         return maker.make(cls, {**arguments, **given})
     except ConfigError as error:

@@ -96,6 +96,35 @@ def section_of(cls: Callable[..., Any], name: str) -> Any:
     return dataclass_of(known[name].hint) if name in known else None
 
 
+def typed(cls: Callable[..., Any], name: str, value: Any) -> Any:
+    """A checked argument as its annotation has it, of the plain value that a file holds.
+
+    An enumeration's member, a path, a tuple and a set; in containers, too.
+    """
+    known = {} if isinstance(cls, StaticClass) else parameters(cls)
+    return _typed(known[name].hint, value) if name in known else value
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    members = _members(hint)
+    for member in members:
+        origin, inside = get_origin(member) or member, get_args(member)
+        if isinstance(member, type) and issubclass(member, Enum):
+            found = next((own for own in member if own.value == value and type(own.value) is type(value)), None)
+            if found is not None:
+                return found
+        elif member is Path and isinstance(value, str) and str not in members:
+            return Path(value)
+        elif origin in _LISTS and isinstance(value, list):
+            fixed = origin is tuple and inside and inside[-1] is not ...
+            kinds = inside if fixed else (inside[:1] or (Any,)) * len(value)
+            if len(kinds) == len(value):
+                return origin(map(_typed, kinds, value))
+        elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict) and inside:
+            return {key: _typed(inside[1], own) for key, own in value.items()}
+    return value
+
+
 def dataclass_of(hint: Any) -> Any:
     """The dataclass that an annotation is, alone or beside None; else None."""
     return next((kind for kind in _members(hint) if isinstance(kind, type) and is_dataclass(kind)), None)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,10 @@ def _text_hash(kind: type) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)  # whose own order is another one in every process
     raise TypeError(f"{type(value).__name__} has no stable text")
 
 

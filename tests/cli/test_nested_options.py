@@ -4,7 +4,9 @@ import ast
 import re
 import subprocess
 import sys
+from enum import Enum
 from functools import cache
+from pathlib import Path
 
 import pytest
 import yaml
@@ -442,3 +444,43 @@ def test_empty_braces_of_an_option_take_back_what_a_file_says(argv, left):
     file = {"federation": {"failures": {"schedule": {"3": [0]}, "clients": [7]}}}
     found = CommandLine([file, *argv]).tree["federation"]["failures"]
     assert found == left or {str(key): value for key, value in found["schedule"].items()} == left
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = 2
+
+
+class Asks(dict):
+    """Says what it was given."""
+
+    def __init__(
+        self,
+        colour: Colour = Colour.RED,
+        colours: list[Colour] | None = None,
+        pair: tuple[int, Colour] = (1, Colour.RED),
+        sizes: tuple[int, ...] = (),
+        names: set[str] = frozenset(),
+        path: Path | None = None,
+        text: str | Path = "",
+        by_name: dict[str, Path] | None = None,
+    ) -> None:
+        super().__init__({name: value for name, value in locals().items() if name not in ("self", "__class__")})
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({"colour": "red"}, {"colour": Colour.RED}),
+        ({"colours": ["red", 2]}, {"colours": [Colour.RED, Colour.BLUE]}),
+        ({"pair": [3, 2], "sizes": [1, 2]}, {"pair": (3, Colour.BLUE), "sizes": (1, 2)}),
+        ({"names": ["a", "b"], "path": "x", "text": "y"}, {"names": {"a", "b"}, "path": Path("x"), "text": "y"}),
+        ({"by_name": {"a": "x"}}, {"by_name": {"a": Path("x")}}),
+        ({"colours": None, "path": None}, {"colours": None, "path": None}),
+    ],
+)
+def test_a_constructor_is_given_what_its_annotation_says(said, wanted):
+    made = build({"class_path": f"{__name__}.Asks", "init_args": said}, "x")
+    given = {name: made[name] for name in wanted}
+    assert given == wanted
+    assert [type(value) for value in given.values()] == [type(value) for value in wanted.values()]

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import warnings
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from fl_lightning.data.own_files import CSVTable
 from fl_lightning.data.sample import Sample
 from fl_lightning.errors import ConfigError
 from fl_lightning.identity import data_files, last_change
+
+
+class Kind(Enum):
+    DRY = "dry"
 
 
 class Counted(Dataset):
@@ -225,6 +230,17 @@ def test_edited_module_that_a_class_of_the_users_own_imports_is_decoded_anew(tmp
             sys.modules.pop(name, None)
         assert load(__import__("waves").Waves(), tmp_path / "cache").x.item() == value
     assert len(files(tmp_path / "cache")) == 2
+
+
+def test_data_set_of_an_enumerations_member_and_of_names_in_a_set_is_cached(tmp_path):
+    def made(*names):
+        own = Counted()
+        own.kind, own.names = Kind.DRY, set(names)
+        return own
+
+    for names in (("wet", "dry", "hot"), ("hot", "dry", "wet"), ("dry",)):
+        load(made(*names), tmp_path)
+    assert len(files(tmp_path)) == 2
 
 
 def test_data_set_that_does_not_say_what_it_reads_never_loads_old_samples(tmp_path, monkeypatch):
