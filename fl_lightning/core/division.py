@@ -97,8 +97,14 @@ class Division:
             statistic = isinstance(owner, _NormBase) and name.rpartition(".")[2] in owner._buffers
             return stays if statistic and not self._share_buffers else rule(name, owner)
 
-        with asked_once(self._method, f"{'is_kept' if stays else 'is_shared'}()"):
-            return tuple(name for name, owner in entries if chosen(name, owner))
+        what = f"{'is_kept' if stays else 'is_shared'}()"
+        with asked_once(self._method, what):
+            said = [chosen(name, owner) for name, owner in entries]
+        returns = not said or any(own is not None for own in said)
+        require(
+            returns, "method", f"{type(self._method).__name__}.{what} gives nothing for any entry: return True or False"
+        )
+        return tuple(name for (name, _), own in zip(entries, said, strict=True) if own)
 
     def __contains__(self, name: str) -> bool:
         """Whether the state has an entry of that name."""

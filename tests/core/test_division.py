@@ -12,6 +12,23 @@ class OnlyHead(Method):
     shared = ("model.head",)
 
 
+class LacksAReturn(Method):
+    def is_shared(self, name, module):
+        name.startswith("model")
+
+
+class KeepsByNothing(Method):
+    def is_kept(self, name, module):
+        name.startswith("model")
+
+
+@pytest.mark.parametrize(("kind", "what"), [(LacksAReturn, "is_shared"), (KeepsByNothing, "is_kept")])
+def test_what_gives_nothing_for_any_entry_is_refused(kind, what, mlp):
+    """It would share nothing, and every client would train alone."""
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}.{what}\(\) gives nothing for any entry"):
+        Division(kind(mlp()))
+
+
 class OnlyNorm(Method):
     """Shares by layer type, not by name."""
 
