@@ -147,6 +147,10 @@ class Wire:
             ours = _is_ours(own)  # others may write to it, and then fail
             kept = {n.removeprefix(prefix): memory[n] if ours else memory[n].clone() for n in before}
             packet = _applied(own, packet, kept, received)
+            odd = next((name for name, value in kept.items() if not isinstance(value, Tensor)), None)
+            if odd is not None:
+                said = f"{type(own).__name__}.apply() remembers {odd!r}, {type(kept[odd]).__name__}"
+                raise TypeError(f"{said}: a client's memory holds tensors, as its state does")
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
             for name in before:
                 if name.removeprefix(prefix) not in kept:

@@ -494,6 +494,19 @@ def test_what_a_filter_has_written_to_its_memory_counts_only_if_it_comes_through
     assert memory[f"{MEMORY}0.left"] == 0
 
 
+class CountsByANumber(WireFilter):
+    def apply(self, packet, memory):
+        memory["sent"] = memory.get("sent", 0) + 1
+        return packet
+
+
+def test_what_a_filter_remembers_of_a_client_is_a_tensor():
+    with pytest.raises(
+        TypeError, match=r"CountsByANumber.apply\(\) remembers 'sent', int: a client's memory holds tensors"
+    ):
+        up([CountsByANumber()], weights(1.0), memory={})
+
+
 def test_packet_comes_back_as_it_was(assert_identical):
     message = Message(
         {"w": torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last), "steps": torch.tensor(3)},
