@@ -9,7 +9,7 @@ import random
 import types
 import zlib
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,27 @@ class Look:
         size = math.prod(values.shape)
         whole = size <= self.large or (isinstance(values, Tensor) and values.layout != torch.strided)
         return values if whole else values.reshape(-1)[:: size // _MOST]
+
+
+def tensors_held(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors that a value is, or that lists, mappings and modules in it hold.
+
+    A container whose first entry holds none is passed over, or one of many numbers would be looked through.
+
+    Args:
+        value: what an attribute holds.
+        depth: how many containers inside each other are looked into.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from itertools.chain(value.parameters(), value.buffers())
+    elif depth and isinstance(value, (*_LISTS, Mapping)):
+        entries = (own for _, own in value.items()) if isinstance(value, Mapping) else iter(value)
+        first = list(tensors_held(next(entries, None), depth - 1))
+        yield from first
+        for own in entries if first else ():
+            yield from tensors_held(own, depth - 1)
 
 
 def mark_of(tensor: Tensor) -> Hashable:

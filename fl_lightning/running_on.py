@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fl_lightning.marks import Look, Taken, is_cached
+from fl_lightning.marks import Look, Taken, is_cached, tensors_held
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 
@@ -49,11 +49,13 @@ class RunningOn:
         owners: what clients share. Those that are not somebody's own are not looked at.
         remedy: where to keep such a thing.
         tensors: whether all tensors are looked at, too. In a fit they are mostly what a step has put aside for itself:
-            there only those that were there from the start, in their shape, and have no gradient.
+            there only those that were there from the start, in their shape, and have no graph, and those of lists,
+            mappings and modules beside the registered ones of which all are so.
     """
 
     def __init__(self, owners: Iterable[object], remedy: str = _IN_FITS, tensors: bool = False) -> None:
-        self._owners = [own for own in owners if not is_known(type(own).__module__)]
+        every = list(owners)
+        self._owners = [own for own in every if not is_known(type(own).__module__)]
         self.any_own = bool(self._owners)
         """Whether there are any."""
         self._remedy, self._look = remedy, _OUTSIDE if tensors else _IN_A_FIT
@@ -61,7 +63,10 @@ class RunningOn:
         self._changed: dict[tuple[int, str], Hashable] | None = None
         self._turns = self._rest = 0
         self._times: Counter[tuple[int, str]] = Counter()
-        self._shapes = {key: own.shape for key, own in self._attributes() if isinstance(own, Tensor)}
+        registered = {id(own) for module in every if isinstance(module, nn.Module) for own in _registered(module)}
+        held = {key: list(tensors_held(value)) for key, value in self._attributes()}
+        free = {key: own for key, own in held.items() if own and registered.isdisjoint(map(id, own))}
+        self._shapes = {key: [tensor.shape for tensor in own] for key, own in free.items()}
 
     def begin(self) -> None:
         """A client's turn has come."""
@@ -115,7 +120,14 @@ class RunningOn:
                     yield (place, name), value
 
     def _lasts(self, key: tuple[int, str], value: Any) -> bool:
-        """Whether a value is a tensor that is meant to last, and not what a step has put aside."""
-        if not isinstance(value, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        """Whether a value is, or holds, tensors that are meant to last, and not what a step has put aside."""
+        if key not in self._shapes:
+            return False
+        held = list(tensors_held(value))
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, held)):
             return False  # what a stacked step has left there cannot be looked at
-        return not value.requires_grad and self._shapes.get(key) == value.shape
+        return all(own.is_leaf for own in held) and self._shapes[key] == [own.shape for own in held]
+
+
+def _registered(module: nn.Module) -> Iterator[Tensor]:
+    yield from (own for home in (module._parameters, module._buffers) for own in home.values() if own is not None)

@@ -1,5 +1,6 @@
 """What runs on from one client's fit into the next one's is said, once; what a fit makes anew is not."""
 
+import copy
 import random
 from collections import deque
 from functools import cached_property
@@ -112,6 +113,34 @@ class WritesInto(Averages):
         self.center.mul_(0.9).add_(0.1)
 
 
+class AveragesByClass(Own):
+    """Keeps a mean of each class in a mapping."""
+
+    def setup(self):
+        self.centers = {label: torch.zeros(3) for label in range(2)}
+        self.own = [self.model.head.weight, {"head": self.model.head}]
+
+    def act(self):
+        self.centers[1] = 0.9 * self.centers[1] + 0.1
+
+
+class Hides(Own):
+    """Has a teacher where nobody registers it."""
+
+    def setup(self):
+        self.teacher = [copy.deepcopy(self.model)]
+
+    def act(self):
+        with torch.no_grad():
+            for own, other in zip(self.teacher[0].parameters(), self.model.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+
+
+class HidesAnew(Hides):
+    def on_fit_start(self):
+        self.teacher = [copy.deepcopy(self.model)]
+
+
 class HasALossAtHand(Own):
     """Its pass leaves a loss behind, as a mixture of experts does, from when it was tried out on."""
 
@@ -147,6 +176,9 @@ class PutsAside(Own):
         (StepsAnew, ""),
         (Averages, "Averages.center"),
         (WritesInto, "WritesInto.center"),
+        (AveragesByClass, "AveragesByClass.centers"),
+        (Hides, "Hides.teacher"),
+        (HidesAnew, ""),
         (HasALossAtHand, ""),
         (Begins, ""),
         (PutsAside, ""),
