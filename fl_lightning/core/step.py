@@ -410,9 +410,9 @@ class Step:
 
 def _descent_of(bench: Bench, call: str) -> Descent:
     """What makes a fit's steps; there is none outside one (`OwnData.steps`), where nothing would be trained."""
-    rule = f"step.{call}() is for the local fit, and trains nothing outside it: use train_copy or train_outside"
     if bench.descent is None:
-        raise ConfigError("method", f"{rule} (core/finetuning.py)")
+        rule = "is for the local fit, and trains nothing outside it: use train_copy or train_outside"
+        raise ConfigError("method", f"step.{call}() {rule} (core/finetuning.py)")
     return bench.descent
 
 
